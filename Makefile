@@ -1,0 +1,79 @@
+# What can be done here. `make` alone lists it. Everything works on a fresh clone: the environment is made when it is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip finds torch, if not the default index. Linux x86-64 without a GPU wants the small CPU build:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+BIN := $(VENV)/bin
+# Threads that spin while they wait make everything many times slower on a small machine.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis clients/python services/engram-pool services/inference-worker services/inference-gateway benchmarks
+NATIVE := $(wildcard libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
+TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis httpx grpcio-tools mypy-protobuf buf-bin
+PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
+
+.PHONY: help
+help:  ## list what can be done
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# One pip call for all local packages, so that they find each other; no build isolation, so that the build tools are the pinned ones.
+$(VENV)/installed: constraints.txt $(addsuffix /pyproject.toml,$(ROOMS)) $(wildcard libs/*/setup.py) $(NATIVE)
+	$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt pip setuptools wheel pybind11
+	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation $(addprefix -e ./,$(filter-out clients/python,$(ROOMS))) -e './clients/python[fabric]'
+	@touch $@
+
+$(VENV)/tools: $(VENV)/installed
+	$(BIN)/pip install -q -c constraints.txt $(TOOLS)
+	@touch $@
+
+.PHONY: install
+install: $(VENV)/installed  ## make the environment: .venv with every package of this tree
+
+.PHONY: demo
+demo: $(VENV)/installed  ## a real model answers, its Engram rows come from the pool, with the figures
+	$(BIN)/treadle demo
+
+.PHONY: test
+test: $(VENV)/tools  ## all tests
+	$(BIN)/pytest $(PYTEST_FLAGS)
+
+.PHONY: lint
+lint: $(VENV)/tools  ## style, types, who imports whom, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	for room in $(filter-out protos,$(ROOMS)) tests; do $(BIN)/mypy --no-error-summary $$room || exit 1; done  # one by one: each has its own tests/conftest.py
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	@if git cat-file -e HEAD:protos/buf.yaml 2>/dev/null; then $(BIN)/buf breaking protos --against '.git#ref=HEAD,subdir=protos'; fi
+
+.PHONY: protos
+protos: $(VENV)/tools  ## generate protos/gen again
+	rm -rf protos/gen/treadle
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos/gen --grpc_python_out=protos/gen \
+	  --mypy_out=protos/gen --mypy_grpc_out=protos/gen $(PROTOS) 2>&1 | grep -v '^Writing' || true
+	touch $(sort $(dir $(addprefix protos/gen/,$(PROTOS))))py.typed
+
+.PHONY: protos-check
+protos-check: protos  ## fail if protos/gen is not what the protos say
+	@test -z "$$(git status --porcelain protos/gen)" || { git status --porcelain protos/gen; echo "protos/gen is out of date: run make protos and commit"; exit 1; }
+
+.PHONY: bench
+bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 15 minutes)
+	$(BIN)/treadle bench all
+
+.PHONY: up
+up: $(VENV)/installed  ## pool, worker and gateway on this machine, until Ctrl-C
+	$(BIN)/treadle up
+
+.PHONY: clean
+clean:  ## remove what this Makefile made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name '*.egg-info' -o -name __pycache__ -o -name build -type d -path './libs/*' | xargs -r rm -rf
+	find libs -name '*.so' -delete
