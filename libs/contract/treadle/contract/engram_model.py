@@ -1,0 +1,339 @@
+"""The EngramModel manifest: everything that decides which rows a token needs and how to read them.
+
+One definition for pool, SDK, kernels and engines. Derived numbers (primes, multipliers) are stored, so that
+nobody derives them differently; `families` makes them for the known families.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from treadle.contract.errors import InvalidArgument
+from treadle.contract.fingerprint import Fingerprint
+from treadle.contract.version import canonical_json, check_name, check_version, version_of
+
+SCHEMA = "treadle.engram-model/1"
+ROW_BYTES_MIN, ROW_BYTES_MAX = 16, 4096  # what the gather kernel takes
+LAYERS_MAX, COLUMNS_MAX, ORDER_MAX = 64, 256, 16
+ROWS_MAX = 1 << 40  # rows of one table: offsets in bytes stay below 2^63 at ROW_BYTES_MAX
+MANIFEST_BYTES_MAX = 1 << 20  # a manifest fits one gRPC message
+VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "u8": 1}  # by RowLayout.dtype
+
+
+class Family(StrEnum):
+    """How tokens become row ids (facts: Engram demo code, DeepSeek-V4.1, Qwen PLE)."""
+
+    DEMO = "engram-demo"
+    DEEPSEEK_V41 = "deepseek-v4.1"
+    QWEN_PLE = "qwen-ple"
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Scales packed inline behind a row's values: one for each `block` values, `dtype` ue8m0 (1 byte, 2^(b-127))."""
+
+    dtype: str
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """How `bytes` opaque bytes are read by the engine: `dim` values of `dtype`, then inline scales if any."""
+
+    bytes: int
+    dim: int
+    dtype: str
+    scale: Scale | None = None
+
+    def __post_init__(self) -> None:
+        _expect(
+            isinstance(self.dtype, str) and self.dtype in VALUE_BYTES,
+            f"row.dtype: one of {sorted(VALUE_BYTES)}, got {self.dtype!r}",
+        )
+        _expect(
+            _is_int(self.bytes, ROW_BYTES_MIN, ROW_BYTES_MAX), f"row.bytes: {ROW_BYTES_MIN} to {ROW_BYTES_MAX}, got {self.bytes!r}"
+        )
+        _expect(_is_int(self.dim, 1, ROW_BYTES_MAX), f"row.dim: 1 to {ROW_BYTES_MAX}, got {self.dim!r}")
+        scale_bytes = 0
+        if self.scale is not None:
+            _expect(self.scale.dtype == "ue8m0", f"row.scale.dtype: ue8m0, got {self.scale.dtype!r}")
+            _expect(
+                _is_int(self.scale.block, 1, self.dim) and self.dim % self.scale.block == 0, "row.scale.block: must divide row.dim"
+            )
+            scale_bytes = self.dim // self.scale.block
+        needed = self.dim * VALUE_BYTES[self.dtype] + scale_bytes
+        _expect(self.bytes == needed, f"row.bytes: {self.dim} x {self.dtype} with its scales is {needed} bytes, not {self.bytes}")
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """How rows enter the hidden state: `form` demo or v4.1, and the digest of the weights file (None: random, seeded)."""
+
+    form: str
+    weights: str | None = None
+
+    def __post_init__(self) -> None:
+        _expect(self.form in ("demo", "v4.1"), f"fusion.form: demo or v4.1, got {self.form!r}")
+        if self.weights is not None:
+            check_version(self.weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The rows of one Engram layer: how many, and the version of their content (see `segment`)."""
+
+    rows: int
+    version: str
+
+    def __post_init__(self) -> None:
+        _expect(_is_int(self.rows, 1, ROWS_MAX), f"table.rows: 1 to {ROWS_MAX}, got {self.rows!r}")
+        check_version(self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class EngramModel:
+    """One Engram model. `tables` is empty in a template: a manifest whose rows have not been loaded yet.
+
+    layers:      0-based decoder layers, rising
+    orders:      n-gram orders, rising, e.g. (2, 3)
+    primes:      [layer][order][head] rows of each head; column (order-major, head-minor) takes `mix mod prime`
+    multipliers: [layer][Nmax] odd numbers; token ids times these never overflow int64
+    pad_id:      raw token id that stands for "before the sequence" and for blocked look-backs
+    eos_id:      raw token id that ends a segment (qwen-ple only)
+    compressed_vocab_size, token_map: size of the compressed id space; sha256 of the int32 little-endian map raw -> compressed
+    """
+
+    name: str
+    family: Family
+    layers: tuple[int, ...]
+    orders: tuple[int, ...]
+    heads: int
+    primes: tuple[tuple[tuple[int, ...], ...], ...]
+    multipliers: tuple[tuple[int, ...], ...]
+    pad_id: int
+    row: RowLayout
+    eos_id: int | None = None
+    compressed_vocab_size: int | None = None
+    token_map: str | None = None
+    fusion: Fusion | None = None
+    tables: tuple[tuple[int, Table], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        _expect(
+            _rising(self.layers, 0, 1 << 16) and 1 <= len(self.layers) <= LAYERS_MAX, f"layers: 1 to {LAYERS_MAX} rising indices"
+        )
+        _expect(_rising(self.orders, 1, ORDER_MAX) and bool(self.orders), f"orders: rising, 1 to {ORDER_MAX}")
+        _expect(_is_int(self.heads, 1, COLUMNS_MAX) and self.columns <= COLUMNS_MAX, f"heads: orders x heads is 1 to {COLUMNS_MAX}")
+        _expect(
+            len(self.primes) == len(self.layers) and len(self.multipliers) == len(self.layers),
+            "primes, multipliers: one entry a layer",
+        )
+        for orders in self.primes:
+            _expect(
+                len(orders) == len(self.orders) and all(len(heads) == self.heads for heads in orders),
+                "primes: layer x order x head",
+            )
+            _expect(all(_is_int(p, 2, ROWS_MAX) for heads in orders for p in heads), f"primes: 2 to {ROWS_MAX}")
+        for row in self.multipliers:
+            _expect(
+                len(row) == self.order_max and all(_is_int(m, 1, (1 << 63) - 1) for m in row),
+                "multipliers: layer x largest order, positive int64",
+            )
+        _expect(_is_int(self.pad_id, 0, (1 << 31) - 1), f"pad_id: a token id, got {self.pad_id!r}")
+        _expect((self.eos_id is not None) == (self.family is Family.QWEN_PLE), "eos_id: for qwen-ple, and only there")
+        _expect(self.eos_id is None or _is_int(self.eos_id, 0, (1 << 31) - 1), f"eos_id: a token id, got {self.eos_id!r}")
+        compresses = self.family is not Family.QWEN_PLE
+        _expect(
+            (self.token_map is not None) == compresses and (self.compressed_vocab_size is not None) == compresses,
+            f"token_map, compressed_vocab_size: {'needed by' if compresses else 'not for'} {self.family}",
+        )
+        if self.token_map is not None:
+            check_version(self.token_map)
+        _expect(
+            self.compressed_vocab_size is None or _is_int(self.compressed_vocab_size, 1, 1 << 31), "compressed_vocab_size: positive"
+        )
+        _expect(
+            not self.tables or tuple(layer for layer, _ in self.tables) == self.layers, "tables: one for each layer, or none yet"
+        )
+        for layer, table in self.tables:
+            _expect(
+                table.rows >= self.rows_hashed(layer),
+                f"tables.{layer}: {table.rows} rows, the primes need {self.rows_hashed(layer)}",
+            )
+
+    @property
+    def order_max(self) -> int:
+        """Nmax, the largest n-gram order; a look-back has Nmax-1 columns."""
+        return self.orders[-1]
+
+    @property
+    def columns(self) -> int:
+        """C, rows for each token and layer: orders x heads."""
+        return len(self.orders) * self.heads
+
+    @property
+    def version(self) -> str:
+        """sha256 of the canonical manifest, tables included."""
+        return version_of(self.to_manifest())
+
+    def rows_hashed(self, layer: int) -> int:
+        """Rows of `layer` that the hash can reach: the sum of its primes."""
+        return sum(map(sum, self.primes[self.layer_position(layer)]))
+
+    def layer_position(self, layer: int) -> int:
+        """Place of `layer` in `layers`. Raises InvalidArgument for a layer without a table."""
+        if layer not in self.layers:
+            raise InvalidArgument(f"layer {layer}: {self.name} has Engram layers {list(self.layers)}")
+        return self.layers.index(layer)
+
+    def table(self, layer: int) -> Table:
+        """The table of `layer`. Raises InvalidArgument for a template or a layer without one."""
+        self.layer_position(layer)
+        for candidate, table in self.tables:
+            if candidate == layer:
+                return table
+        raise InvalidArgument(f"{self.name} is a template: its tables have not been loaded")
+
+    def with_tables(self, tables: Mapping[int, Table]) -> EngramModel:
+        """The same model with its tables' rows and versions filled in."""
+        return replace(self, tables=tuple((layer, tables[layer]) for layer in self.layers if layer in tables))
+
+    @property
+    def template(self) -> EngramModel:
+        """The same model without tables: what a loader starts from."""
+        return replace(self, tables=())
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What an engine must agree with before it may use these rows."""
+        return Fingerprint.of(
+            {
+                "family": self.family,
+                "layers": _numbers(self.layers),
+                "orders": _numbers(self.orders),
+                "heads": self.heads,
+                "row_bytes": self.row.bytes,
+                "row_dim": self.row.dim,
+                "row_dtype": self.row.dtype,
+                "pad_id": self.pad_id,
+                "eos_id": self.eos_id,
+                "compressed_vocab_size": self.compressed_vocab_size,
+                "token_map": self.token_map,
+                "hash": version_of({"primes": self.primes, "multipliers": self.multipliers}),
+                "version": self.version,
+            }
+        )
+
+    def to_manifest(self) -> dict[str, Any]:
+        """The manifest as JSON values; optional fields that are None are left out."""
+        row: dict[str, Any] = {"bytes": self.row.bytes, "dim": self.row.dim, "dtype": self.row.dtype}
+        if self.row.scale is not None:
+            row["scale"] = {"dtype": self.row.scale.dtype, "block": self.row.scale.block}
+        manifest: dict[str, Any] = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "family": str(self.family),
+            "layers": list(self.layers),
+            "orders": list(self.orders),
+            "heads": self.heads,
+            "primes": [[list(heads) for heads in orders] for orders in self.primes],
+            "multipliers": [list(row) for row in self.multipliers],
+            "pad_id": self.pad_id,
+            "row": row,
+            "tables": {str(layer): {"rows": table.rows, "version": table.version} for layer, table in self.tables},
+        }
+        optional = {"eos_id": self.eos_id, "compressed_vocab_size": self.compressed_vocab_size, "token_map": self.token_map}
+        manifest.update({key: value for key, value in optional.items() if value is not None})
+        if self.fusion is not None:
+            manifest["fusion"] = {"form": self.fusion.form} | ({"weights": self.fusion.weights} if self.fusion.weights else {})
+        return manifest
+
+    def to_json(self) -> bytes:
+        """The canonical manifest: what `version` is the sha256 of."""
+        return canonical_json(self.to_manifest())
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> EngramModel:
+        """Read a manifest. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
+        if len(text) > MANIFEST_BYTES_MAX:
+            raise InvalidArgument(f"manifest: {len(text)} bytes, the limit is {MANIFEST_BYTES_MAX}")
+        try:
+            manifest = json.loads(text)
+        except ValueError as error:
+            raise InvalidArgument(f"manifest: not JSON: {error}") from error
+        return cls.from_manifest(manifest)
+
+    @classmethod
+    def from_manifest(cls, manifest: object) -> EngramModel:
+        """Read a manifest from JSON values. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
+        fields = _object("manifest", manifest, _REQUIRED, _OPTIONAL)
+        _expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
+        _expect(fields["family"] in list(Family), f"family: one of {[str(f) for f in Family]}, got {fields['family']!r}")
+        row = _object("row", fields["row"], {"bytes", "dim", "dtype"}, {"scale"})
+        scale = _object("row.scale", row["scale"], {"dtype", "block"}, set()) if "scale" in row else None
+        fusion = _object("fusion", fields["fusion"], {"form"}, {"weights"}) if "fusion" in fields else None
+        try:
+            return cls(
+                name=fields["name"],
+                family=Family(fields["family"]),
+                layers=tuple(fields["layers"]),
+                orders=tuple(fields["orders"]),
+                heads=fields["heads"],
+                primes=tuple(tuple(tuple(heads) for heads in orders) for orders in fields["primes"]),
+                multipliers=tuple(tuple(numbers) for numbers in fields["multipliers"]),
+                pad_id=fields["pad_id"],
+                row=RowLayout(row["bytes"], row["dim"], row["dtype"], Scale(**scale) if scale else None),
+                eos_id=fields.get("eos_id"),
+                compressed_vocab_size=fields.get("compressed_vocab_size"),
+                token_map=fields.get("token_map"),
+                fusion=Fusion(**fusion) if fusion else None,
+                tables=_read_tables(fields["tables"]),
+            )
+        except (TypeError, AttributeError) as error:
+            raise InvalidArgument(f"manifest: a field has the wrong type: {error}") from error
+
+
+_REQUIRED = {"schema", "name", "family", "layers", "orders", "heads", "primes", "multipliers", "pad_id", "row", "tables"}
+_OPTIONAL = {"eos_id", "compressed_vocab_size", "token_map", "fusion"}
+
+
+def _read_tables(tables: object) -> tuple[tuple[int, Table], ...]:
+    _expect(isinstance(tables, dict) and all(str(key).isdecimal() for key in tables), "tables: an object keyed by layer")
+    assert isinstance(tables, dict)
+    read = []
+    for key in sorted(tables, key=int):
+        table = _object(f"tables.{key}", tables[key], {"rows", "version"}, set())
+        read.append((int(key), Table(table["rows"], table["version"])))
+    return tuple(read)
+
+
+def _object(path: str, value: object, required: set[str], optional: set[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{path}: an object expected, got {type(value).__name__}")
+    missing, unknown = required - value.keys(), value.keys() - required - optional
+    _expect(not missing, f"{path}: missing {sorted(missing)}")
+    _expect(not unknown, f"{path}: unknown {sorted(unknown)}")
+    return value
+
+
+def _rising(numbers: tuple[int, ...], low: int, high: int) -> bool:
+    return all(_is_int(n, low, high) for n in numbers) and all(a < b for a, b in itertools.pairwise(numbers))
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidArgument(message)
