@@ -1,0 +1,89 @@
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import pytest
+
+from treadle.chassis.settings import ServerSettings, WrongSetting, load_settings, split_address
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(ServerSettings):
+    """Settings of a test."""
+
+    listen: str = "127.0.0.1:7499"
+    """Where."""
+    table_bytes_max: int = 8
+    """Most bytes."""
+    folder: Path | None = None
+    """A folder."""
+    fast: bool = False
+    """Faster."""
+    colour: Colour = Colour.RED
+    """Which."""
+
+
+def load(*argv: str) -> Settings:
+    return load_settings(Settings, "TEST", "prog", list(argv))
+
+
+def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("table_bytes_max: 1\nfast: true\ncolour: blue\nfolder: /tmp\n")
+    monkeypatch.setenv("TREADLE_TEST_TABLE_BYTES_MAX", "2")
+    monkeypatch.setenv("TREADLE_TEST_FAST", "no")
+    settings = load("--config", str(config), "--table-bytes-max", "3")
+    assert (settings.table_bytes_max, settings.fast, settings.colour, settings.folder) == (3, False, Colour.BLUE, Path("/tmp"))
+    assert load("--table-bytes-max", "1_000").table_bytes_max == 1000
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--table-bytes-max", "many"], "--table-bytes-max: int expected, got 'many'"),
+        (["--fast", "perhaps"], "--fast: bool expected"),
+        (["--colour", "green"], "['red', 'blue']"),
+        (["--listen", "nowhere"], "host:port"),
+        (["--listen", "127.0.0.1:99999"], "host:port"),
+        (["--listen", "0.0.0.0:1"], "beyond loopback"),
+        (["--tls-cert-file", "x"], "go together"),
+        (["--log-level", "loud"], "log_level"),
+        (["--config", "/nonexistent.yaml"], "No such file"),
+    ],
+)
+def test_a_wrong_value_stops_the_start_with_one_line(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        load(*argv)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["tabel: 1", "- 1", "a: [", "listen: {a: 1}"])
+def test_a_wrong_file_stops_the_start(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(SystemExit):
+        load("--config", str(tmp_path / "c.yaml"))
+    assert capsys.readouterr().err.startswith("prog: ")
+
+
+def test_help_names_flag_variable_default_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load("--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--table-bytes-max" in shown
+    assert "Most bytes. [TREADLE_TEST_TABLE_BYTES_MAX; default: 8]" in shown
+    assert "Longest time for calls in progress" in shown  # inherited
+
+
+def test_a_listener_beyond_loopback_needs_a_key_or_tls(tmp_path: Path) -> None:
+    assert Settings(listen="0.0.0.0:1", api_key_file=tmp_path / "keys").listen == "0.0.0.0:1"
+    with pytest.raises(WrongSetting):
+        Settings(listen="10.0.0.1:1")
+    assert split_address("[::1]:80") == ("[::1]", 80)
