@@ -1,0 +1,10 @@
+"""Engram tables as a client sees them: handles, tickets, the prefetcher of a step."""
+
+from treadle.client.engram.handle import EngramHandle, fake_handle
+from treadle.client.engram.pool import AsyncEngramPool, EngramPool
+from treadle.client.engram.step_prefetcher import LayerFigures, Step, StepPrefetcher
+from treadle.client.engram.ticket import LayerRows, LookupTicket
+
+__all__ = [
+    "AsyncEngramPool", "EngramHandle", "EngramPool", "LayerFigures", "LayerRows", "LookupTicket", "Step", "StepPrefetcher", "fake_handle",
+]  # fmt: skip

@@ -1,0 +1,105 @@
+"""A handle on one version of an Engram model: lookup, gather, prefetch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.client.engram.sources import FakeSource, RowSource
+from treadle.client.engram.ticket import LookupTicket, Rows
+from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
+
+
+class EngramHandle:
+    """Pinned to one version for its whole life; a new version needs a new handle. Close it, or use as a context manager.
+
+    Thread-safe but for `close`. Mapped and local handles go on working while the pool is down.
+    """
+
+    def __init__(self, model: EngramModel, version: str, source: RowSource) -> None:
+        self.model, self.version, self._source = model, version, source
+
+    @property
+    def transport(self) -> Transport:
+        """How its rows come."""
+        return self._source.transport
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """0-based decoder layers that have a table."""
+        return self.model.layers
+
+    def rows_buffer(self, token_count: int) -> Rows:
+        """A new `out` for one layer: u8 [token_count, C, row_bytes], the caller's."""
+        return np.empty((token_count, self.model.columns, self.model.row.bytes), dtype=np.uint8)
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows | None = None) -> Rows:
+        """Rows of `layer` by id, head offsets added.
+
+        rows: [T, C] int64; out: u8 [T, C, row_bytes], the caller's, overwritten; made if None
+        Raises RowOutOfRange naming the first bad id (`out` is then untouched), InvalidArgument for shapes and layers.
+        """
+        self.model.layer_position(layer)
+        if rows.dtype != np.int64 or rows.ndim != 2:
+            raise InvalidArgument(f"rows: int64 [T, C] expected, got {rows.dtype} {list(rows.shape)}")
+        shape = (*rows.shape, self.model.row.bytes)
+        target = np.empty(shape, dtype=np.uint8) if out is None else _check_out(out, shape)
+        self._source.gather(layer, rows, target)
+        return target
+
+    def lookup(
+        self, windows: Windows, out: Mapping[int, Rows] | None = None, layers: Sequence[int] | None = None
+    ) -> dict[int, Rows]:
+        """Rows by tokens, now, for `layers` (None: all). out: by layer, u8 [T, C, row_bytes], overwritten; made if None."""
+        wanted = tuple(self.layers if layers is None else layers)
+        outs = self._outs(wanted, windows, out)
+        self._source.lookup(wanted, windows, outs)
+        return outs
+
+    def prefetch(self, windows: Windows, deadlines: Mapping[int, Deadline], out: Mapping[int, Rows] | None = None) -> LookupTicket:
+        """Start a lookup of the layers in `deadlines`, earliest first; returns at once.
+
+        The arrays of `windows` and `out` belong to the ticket until each layer was waited for or the ticket was cancelled.
+        Raises InvalidArgument before anything starts, ResourceExhausted when the queue is full.
+        """
+        outs = self._outs(tuple(deadlines), windows, out)
+        return LookupTicket(self._source.submit(windows, outs, deadlines), outs)
+
+    def page_bytes(self) -> int:
+        """Page size in use for the tables, bytes; 0 where they are not in this process."""
+        return self._source.page_bytes()
+
+    def close(self) -> None:
+        """Let go of the version. No lookup may be running."""
+        self._source.close()
+
+    def __enter__(self) -> EngramHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _outs(self, layers: Sequence[int], windows: Windows, out: Mapping[int, Rows] | None) -> dict[int, Rows]:
+        shape = (windows.token_count, self.model.columns, self.model.row.bytes)
+        if windows.lookback.shape[1] < self.model.order_max - 1:
+            raise InvalidArgument(f"lookback: {self.model.order_max - 1} columns needed, got {windows.lookback.shape[1]}")
+        for layer in layers:
+            self.model.layer_position(layer)
+            if out is not None and layer not in out:
+                raise InvalidArgument(f"out: nothing for layer {layer}")
+        return {layer: np.empty(shape, dtype=np.uint8) if out is None else _check_out(out[layer], shape) for layer in layers}
+
+
+def fake_handle(
+    model: EngramModel, token_map: NDArray[np.int32] | None, tables: Mapping[int, Rows], delay_seconds: float = 0.0
+) -> EngramHandle:
+    """A handle on arrays, for tests of engines: rows count as absent until `delay_seconds` after a prefetch began."""
+    return EngramHandle(model, model.version, FakeSource(model, tables, token_map, delay_seconds))
+
+
+def _check_out(out: Rows, shape: tuple[int, ...]) -> Rows:
+    if out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+        raise InvalidArgument(f"out: writable C-contiguous u8 {list(shape)} expected, got {out.dtype} {list(out.shape)}")
+    return out

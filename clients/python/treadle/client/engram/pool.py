@@ -1,0 +1,218 @@
+"""Calls an engram pool: load, open, list, watch, verify, remove. Plain and asyncio faces over the same messages."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.client.endpoint import Endpoint, check_protocol
+from treadle.client.engram import pool_types as types
+from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.rpc_source import RpcSource
+from treadle.client.engram.sources import RowSource, local_source, mapped_source
+from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
+from treadle.engram.v1 import engram_pool_pb2 as pb
+from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
+
+LOAD_SECONDS_MAX = 6 * 3600.0  # 200 GB from a slow disk; a load that hangs ends some day
+WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
+ProgressCallback = Callable[[types.Progress], None]
+
+
+class EngramPool:
+    """A pool, called from plain code. Owns its channel; `close()` or use as a context manager."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._channel = endpoint, endpoint.channel()
+        self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
+
+    def open(
+        self, model: str, version: str | None = None, *, transport: str = "auto", expected: Mapping[str, str] | None = None,
+        workers: int = 1,
+    ) -> EngramHandle:  # fmt: skip
+        """Pin a version and make its rows reachable.
+
+        version:   None: the current one
+        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local or rpc
+        expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
+        workers:   native gather threads of a mapped or local handle
+        Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
+        """
+        self.status()
+        request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
+        opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, request))
+        source = _source(self._endpoint, opened, transport, workers)
+        return EngramHandle(opened.resident.model, opened.resident.version, source)
+
+    def load_random(
+        self, model: EngramModel, token_map: NDArray[np.int32] | None = None, *, seed: int = 0, keep_previous: bool = False,
+        progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load seeded random rows for a template. Raises ResourceExhausted when there is no room, before anything is allocated."""
+        request = types.load_request(model, token_map, keep_previous)
+        request.random.CopyFrom(pb.RandomSource(seed=seed))
+        return self._load(request, progress, timeout_seconds)
+
+    def load_checkpoint(
+        self, path: Path, model: EngramModel | None = None, token_map: NDArray[np.int32] | None = None, *,
+        tensors: Mapping[str, str] | None = None, keep_previous: bool = False, progress: ProgressCallback | None = None,
+        timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load tables from safetensors on the pool's host.
+
+        model:   template to load for; None: derived from the checkpoint's config.json (DeepSeek-V4.1)
+        tensors: role -> tensor name where names do not match by suffix, e.g. {"1.rows": "engram.weight"}
+        Raises InvalidArgument listing the tensors found when roles stay open, NotFound, ResourceExhausted.
+        """
+        request = types.load_request(model, token_map, keep_previous)
+        request.checkpoint.CopyFrom(pb.CheckpointSource(path=str(path), tensors=dict(tensors or {})))
+        return self._load(request, progress, timeout_seconds)
+
+    def list_models(self) -> list[types.ResidentModel]:
+        """Resident versions, grouped by model, the current one first."""
+        answer = self._endpoint.call(self._stub.ListModels, pb.ListModelsRequest())
+        return [types.resident_model(model) for model in answer.models]
+
+    def watch(self, timeout_seconds: float = WATCH_SECONDS_MAX) -> Iterator[list[types.ResidentModel]]:
+        """The list now, then again after each change, until closed or the time is over (DeadlineExceeded)."""
+        for answer in self._endpoint.stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
+            yield [types.resident_model(model) for model in answer.models]
+
+    def verify(
+        self,
+        model: str,
+        version: str | None = None,
+        progress: ProgressCallback | None = None,
+        timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> int:
+        """Have the pool read a version again; returns the bytes checked. Raises DataLoss if a checksum does not fit."""
+        checked = 0
+        request = pb.VerifyModelRequest(ref=_ref(model, version))
+        for answer in self._endpoint.stream(self._stub.VerifyModel, request, timeout_seconds):
+            checked = answer.progress.bytes_done
+            _report(progress, answer.progress)
+        return checked
+
+    def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
+        """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
+        answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
+        return [ref.version for ref in answer.removed], answer.awaiting_readers
+
+    def status(self, timeout_seconds: float | None = None) -> types.PoolStatus:
+        """How the pool is. Raises ProtocolMismatch if SDK and pool do not fit, Unavailable if it does not answer."""
+        status = types.pool_status(self._endpoint.call(self._stub.Status, pb.StatusRequest(), timeout_seconds))
+        check_protocol(f"engram-pool {self._endpoint.address}", status.proto_version)
+        return status
+
+    def close(self) -> None:
+        """Close the channel. Handles go on working."""
+        self._channel.close()
+
+    def __enter__(self) -> EngramPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _load(self, request: pb.LoadTableRequest, progress: ProgressCallback | None, timeout_seconds: float) -> types.ResidentModel:
+        for answer in self._endpoint.stream(self._stub.LoadTable, request, timeout_seconds):
+            if answer.WhichOneof("event") == "loaded":
+                return types.resident_model(answer.loaded)
+            _report(progress, answer.progress)
+        raise Unavailable("the pool ended the load without a result")
+
+
+class AsyncEngramPool:
+    """A pool, called from asyncio. Make it inside the loop that uses it; `await close()`.
+
+    Handles are the same EngramHandle: gathers are short and their tickets are awaited with `LookupTicket.arrived`. Work that
+    maps or streams for long runs in a thread, so that the loop never waits.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._channel = endpoint, endpoint.aio_channel()
+        self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
+
+    async def open(
+        self, model: str, version: str | None = None, *, transport: str = "auto", expected: Mapping[str, str] | None = None,
+        workers: int = 1,
+    ) -> EngramHandle:  # fmt: skip
+        """`EngramPool.open`; the mapping is made in a thread."""
+        await self.status()
+        request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
+        opened = types.opened_model(await self._endpoint.aio_call(self._stub.OpenModel, request))
+        source = await asyncio.to_thread(_source, self._endpoint, opened, transport, workers)
+        return EngramHandle(opened.resident.model, opened.resident.version, source)
+
+    async def list_models(self) -> list[types.ResidentModel]:
+        """`EngramPool.list_models`."""
+        answer = await self._endpoint.aio_call(self._stub.ListModels, pb.ListModelsRequest())
+        return [types.resident_model(model) for model in answer.models]
+
+    async def watch(self, timeout_seconds: float = WATCH_SECONDS_MAX) -> AsyncIterator[list[types.ResidentModel]]:
+        """`EngramPool.watch`."""
+        async for answer in self._endpoint.aio_stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
+            yield [types.resident_model(model) for model in answer.models]
+
+    async def load(self, source: Callable[[EngramPool], types.ResidentModel]) -> types.ResidentModel:
+        """Run one of `EngramPool`'s loads in a thread: `await pool.load(lambda p: p.load_random(template))`."""
+
+        def run() -> types.ResidentModel:
+            with EngramPool(self._endpoint) as pool:
+                return source(pool)
+
+        return await asyncio.to_thread(run)
+
+    async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
+        """`EngramPool.remove`."""
+        answer = await self._endpoint.aio_call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
+        return [ref.version for ref in answer.removed], answer.awaiting_readers
+
+    async def status(self, timeout_seconds: float | None = None) -> types.PoolStatus:
+        """`EngramPool.status`."""
+        status = types.pool_status(await self._endpoint.aio_call(self._stub.Status, pb.StatusRequest(), timeout_seconds))
+        check_protocol(f"engram-pool {self._endpoint.address}", status.proto_version)
+        return status
+
+    async def close(self) -> None:
+        """Close the channel. Handles go on working."""
+        await self._channel.close()
+
+
+def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, workers: int) -> RowSource:
+    resident = opened.resident
+    if transport == "auto":
+        try:
+            return mapped_source(opened, workers=workers) if _on_this_host(endpoint.address) else _rpc(endpoint, opened)
+        except (NotFound, PermissionError):  # it runs here but in another container, or as another user
+            return _rpc(endpoint, opened)
+    if transport == Transport.MAPPED:
+        return mapped_source(opened, workers=workers)
+    if transport == Transport.LOCAL:
+        return local_source(opened, workers=workers)
+    if transport == Transport.RPC:
+        return RpcSource(endpoint, resident.model, resident.version)
+    raise InvalidArgument(f"transport: auto, mapped, local or rpc, got {transport!r}")
+
+
+def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:
+    return RpcSource(endpoint, opened.resident.model, opened.resident.version)
+
+
+def _on_this_host(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return address.startswith("unix:") or host in ("localhost", "::1", socket.gethostname()) or host.startswith("127.")
+
+
+def _ref(model: str, version: str | None) -> pb.ModelRef:
+    return pb.ModelRef(model=model, version=version or "")
+
+
+def _report(progress: ProgressCallback | None, message: pb.Progress) -> None:
+    if progress is not None:
+        progress(types.Progress(message.bytes_done, message.bytes_total, message.step))

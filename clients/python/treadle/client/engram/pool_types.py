@@ -1,0 +1,114 @@
+"""What a pool says of itself, as plain values, and the messages of both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.contract import EngramModel, Windows
+from treadle.engram.v1 import engram_pool_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentModel:
+    """One version that a pool holds. `readers`: processes on its host that hold it now."""
+
+    model: EngramModel
+    version: str
+    current: bool
+    segment_bytes: int
+    readers: int
+    loaded_at_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPlace:
+    """Where one table lies on the pool's host; `rows_offset_bytes` from the start of the file."""
+
+    layer: int
+    path: Path
+    rows_offset_bytes: int
+    rows: int
+    row_bytes: int
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps."""
+
+    resident: ResidentModel
+    segments: tuple[SegmentPlace, ...]
+    fingerprint: Mapping[str, str]
+    lock_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a long piece of work is."""
+
+    bytes_done: int
+    bytes_total: int
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """How a pool is. `table_bytes_max` 0: as much as its file system holds."""
+
+    build_version: str
+    proto_version: str
+    pid: int
+    table_bytes: int
+    table_bytes_max: int
+    segment_dir: Path
+    page_bytes: int
+    draining: bool
+
+
+def resident_model(message: pb.Model) -> ResidentModel:
+    """Read one. Raises InvalidArgument for a manifest that this SDK does not understand."""
+    return ResidentModel(
+        EngramModel.from_json(message.manifest_json), message.ref.version, message.current, message.segment_bytes,
+        message.readers, message.loaded_at_seconds,
+    )  # fmt: skip
+
+
+def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
+    """Read one."""
+    places = tuple(
+        SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
+    )
+    return OpenedModel(resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path))
+
+
+def pool_status(message: pb.StatusResponse) -> PoolStatus:
+    """Read one."""
+    return PoolStatus(
+        message.build_version, message.proto_version, message.pid, message.table_bytes, message.table_bytes_max,
+        Path(message.segment_dir), message.page_bytes, message.draining,
+    )  # fmt: skip
+
+
+def windows_message(windows: Windows) -> pb.Windows:
+    """Write one: little-endian arrays."""
+    return pb.Windows(
+        tokens=windows.tokens.astype("<i8", copy=False).tobytes(), starts=windows.starts.astype("<i4", copy=False).tobytes(),
+        lookback=windows.lookback.astype("<i8", copy=False).tobytes(), dead=_mask(windows.dead), lookback_dead=_mask(windows.lookback_dead),
+    )  # fmt: skip
+
+
+def load_request(model: EngramModel | None, token_map: NDArray[np.int32] | None, keep_previous: bool) -> pb.LoadTableRequest:
+    """Write one, without its source."""
+    return pb.LoadTableRequest(
+        manifest_json=model.template.to_json() if model else b"",
+        token_map=b"" if token_map is None else token_map.astype("<i4").tobytes(), keep_previous=keep_previous,
+    )  # fmt: skip
+
+
+def _mask(mask: NDArray[np.bool_] | None) -> bytes:
+    return b"" if mask is None else mask.astype(np.uint8).tobytes()

@@ -1,0 +1,219 @@
+"""Rows by gRPC: the compatible door for processes that cannot map the table. One call carries all layers of a step."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.client.endpoint import Endpoint
+from treadle.client.engram.pool_types import windows_message
+from treadle.client.engram.ticket import LayerTicket, Rows
+from treadle.contract import DataLoss, Deadline, EngramModel, ResourceExhausted, Transport, TreadleError, Unavailable, Windows
+from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.engram.v1 import engram_pool_pb2 as pb
+from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
+
+CALLS_MAX = 8  # lookups in flight of one handle: a step at a time, and those being cancelled
+RETRY_SECONDS = 0.05  # between two tries while the pool restarts
+
+
+class RpcSource:
+    """Rows of one version, by `Lookup` and `Gather`. Owns its channel and threads."""
+
+    def __init__(self, endpoint: Endpoint, model: EngramModel, version: str) -> None:
+        self.transport = Transport.RPC
+        self._endpoint, self._channel = endpoint, endpoint.channel()
+        self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
+        self._ref = pb.ModelRef(model=model.name, version=version)
+        self._calls = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="treadle-lookup")
+        self._places = threading.Semaphore(CALLS_MAX)
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
+        """See RowSource."""
+        request = pb.GatherRequest(ref=self._ref, layer=layer, rows=rows.astype("<i8", copy=False).tobytes())
+        answers = self._endpoint.stream(self._stub.Gather, request, self._endpoint.timeout_seconds)
+        _fill(out, (answer.data for answer in answers), None)
+
+    def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
+        """See RowSource."""
+        request = pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
+        answers = self._endpoint.stream(self._stub.Lookup, request, self._endpoint.timeout_seconds)
+        for layer, pieces in _by_layer(answers):
+            _fill(outs[layer], pieces, None)
+
+    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+        """See RowSource. Layers travel in the order of their deadlines."""
+        layers = sorted(deadlines, key=lambda layer: deadlines[layer])
+        if not self._places.acquire(blocking=False):
+            raise ResourceExhausted(f"{CALLS_MAX} lookups in flight, the limit of one handle", RETRY_SECONDS)
+        call = _LookupCall(
+            self._endpoint, self._stub, pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
+        )
+        tickets = {layer: _RpcTicket(call, deadlines[layer], outs[layer]) for layer in layers}
+        self._calls.submit(self._run, call, tickets)
+        return {layer: ticket for layer, ticket in tickets.items()}  # noqa: C416 - widens the value type
+
+    def page_bytes(self) -> int:
+        """See RowSource: the tables are elsewhere."""
+        return 0
+
+    def close(self) -> None:
+        """See RowSource."""
+        self._channel.close()
+        self._calls.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, call: _LookupCall, tickets: Mapping[int, _RpcTicket]) -> None:
+        try:
+            call.run(tickets)
+        finally:
+            self._places.release()
+
+
+class _LookupCall:
+    """One Lookup in flight, tried again while the pool restarts, cancelled when nobody waits any more."""
+
+    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest) -> None:
+        self._endpoint, self._stub, self._request = endpoint, stub, request
+        self._until = Deadline.after(WAIT_SECONDS_MAX)
+        self._abandoned = threading.Event()
+
+    def run(self, tickets: Mapping[int, _RpcTicket]) -> None:
+        failure: TreadleError = Unavailable("the lookup was abandoned")
+        while not self._abandoned.is_set():
+            try:
+                self._try(tickets)
+                return
+            except Unavailable as error:  # a pool that restarts comes back with the same version
+                failure = error
+                if self._until.remaining_seconds() == 0:
+                    break
+                self._abandoned.wait(RETRY_SECONDS)
+            except TreadleError as error:
+                failure = error
+                break
+        for ticket in tickets.values():
+            ticket.fail(failure)
+
+    def abandon(self) -> None:
+        self._abandoned.set()
+
+    def _try(self, tickets: Mapping[int, _RpcTicket]) -> None:
+        answers = self._endpoint.stream(self._stub.Lookup, self._request, max(0.001, self._until.remaining_seconds()))
+        for layer, pieces in _by_layer(answers):
+            tickets[layer].fill(pieces)
+
+
+class _RpcTicket:
+    """One layer of a Lookup in flight."""
+
+    def __init__(self, call: _LookupCall, deadline: Deadline, out: Rows) -> None:
+        self.deadline, self.submitted_ns, self.started_ns, self.finished_ns = deadline, time.monotonic_ns(), 0, 0
+        self._call, self._out = call, out
+        self._came = np.zeros(out.shape[0] * out.shape[1], dtype=np.bool_)
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._cancelled, self._descriptor = False, -1
+        self._failure: TreadleError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.finished_ns > 0
+
+    def fill(self, pieces: Iterator[bytes]) -> None:
+        self.started_ns = self.started_ns or time.monotonic_ns()
+        if not _fill(self._out, pieces, self):
+            return
+        self.finished_ns = time.monotonic_ns()
+        self._end()
+
+    def take(self, start: int, piece: NDArray[np.uint8]) -> bool:
+        """Copy rows from `start` on into `out` unless cancelled; the lock keeps a canceller out meanwhile."""
+        with self._lock:
+            if self._cancelled:
+                return False
+            self._out.reshape(-1, self._out.shape[2])[start : start + len(piece)] = piece
+            self._came[start : start + len(piece)] = True
+            return True
+
+    def fail(self, failure: TreadleError) -> None:
+        if not self._ended.is_set():
+            self._failure = failure
+            self._end()
+
+    def wait(self, seconds: float) -> bool:
+        self._ended.wait(seconds)
+        if self._failure is not None:
+            raise self._failure
+        return self.done
+
+    def cancel(self) -> NDArray[np.bool_]:
+        with self._lock:
+            self._cancelled = True
+        self._call.abandon()
+        return self._came
+
+    def fileno(self) -> int:
+        with self._lock:
+            if self._descriptor < 0:
+                self._descriptor = os.eventfd(1 if self._ended.is_set() else 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            return self._descriptor
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _end(self) -> None:
+        with self._lock:
+            self._ended.set()
+            if self._descriptor >= 0:
+                os.eventfd_write(self._descriptor, 1)
+
+
+def _by_layer(answers: Iterator[pb.LookupResponse]) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Group a stream of pieces, which come layer after layer."""
+    first = next(answers, None)
+    while first is not None:
+        group = _Group(first, answers)
+        yield first.layer, iter(group)
+        first = group.following
+
+
+class _Group:
+    """Pieces of one layer; afterwards `following` is the first piece of the next."""
+
+    def __init__(self, first: pb.LookupResponse, answers: Iterator[pb.LookupResponse]) -> None:
+        self._first, self._answers = first, answers
+        self.following: pb.LookupResponse | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._first.data
+        for answer in self._answers:
+            if answer.layer != self._first.layer:
+                self.following = answer
+                return
+            yield answer.data
+
+
+def _fill(out: Rows, pieces: Iterator[bytes], ticket: _RpcTicket | None) -> bool:
+    """Copy whole rows from `pieces` into `out`, in order. False if the ticket was cancelled. Raises DataLoss if short or long."""
+    flat, row_bytes, done = out.reshape(-1, out.shape[-1]), out.shape[-1], 0
+    for data in pieces:
+        piece = np.frombuffer(data, dtype=np.uint8)
+        if len(piece) % row_bytes or done + len(piece) // row_bytes > len(flat):
+            raise DataLoss(f"the pool sent {len(piece)} bytes after {done} of {len(flat)} rows of {row_bytes}")
+        piece = piece.reshape(-1, row_bytes)
+        if ticket is None:
+            flat[done : done + len(piece)] = piece
+        elif not ticket.take(done, piece):
+            return False
+        done += len(piece)
+    if done != len(flat):
+        raise DataLoss(f"the pool sent {done} of {len(flat)} rows")
+    return True

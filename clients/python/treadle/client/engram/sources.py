@@ -1,0 +1,237 @@
+"""Where rows come from: one contract, and the sources that gather in this process (mapped, local, fake).
+
+A source owns its memory until `close()`. The gRPC source is in `rpc_source`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.client.engram.pool_types import OpenedModel
+from treadle.client.engram.ticket import LayerTicket, Rows
+from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, Windows
+from treadle.dataplane import DeadlineQueue
+from treadle.kernels import HashPlan, gather_rows, lookup
+from treadle.kernels.segment import Segment
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+class RowSource(Protocol):
+    """Rows of one version of one model."""
+
+    transport: Transport
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
+        """Copy rows by id. rows: [T, C]; out: [T, C, row_bytes], overwritten. Raises RowOutOfRange, `out` untouched."""
+
+    def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
+        """Hash and gather some layers, each into its `outs`."""
+
+    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+        """Start a lookup of the layers in `deadlines`; returns at once. `outs` belong to the tickets until they end."""
+
+    def page_bytes(self) -> int:
+        """Page size in use for the tables, bytes; 0 where they are not in this process."""
+
+    def close(self) -> None:
+        """Give the memory back; tickets still queued end as cancelled."""
+
+
+class TableSource:
+    """Tables in this process's address space, gathered by the native deadline queue."""
+
+    def __init__(self, transport: Transport, model: EngramModel, tables: Mapping[int, Rows], token_map: NDArray[np.int32] | None,
+                 *, workers: int = 1, owned: ExitStack | None = None) -> None:  # fmt: skip
+        self.transport = transport
+        self._tables = dict(tables)
+        self._plans = {layer: HashPlan.from_model(model, layer, token_map) for layer in model.layers}
+        self._owned = owned or ExitStack()
+        self._queue = self._owned.enter_context(DeadlineQueue(workers=workers))
+        for layer in model.layers:
+            _check_table(layer, self._tables[layer], model)
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
+        """See RowSource."""
+        gather_rows(self._tables[layer], rows, out)
+
+    def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
+        """See RowSource."""
+        for layer in layers:
+            lookup(self._plans[layer], self._tables[layer], windows, outs[layer])
+
+    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+        """See RowSource."""
+        earliest_first = sorted(deadlines, key=lambda layer: deadlines[layer])
+        return {
+            layer: self._queue.submit_lookup(self._plans[layer], self._tables[layer], windows, outs[layer], deadlines[layer])
+            for layer in earliest_first
+        }
+
+    def page_bytes(self) -> int:
+        """See RowSource."""
+        return min((_page_bytes_at(table) for table in self._tables.values()), default=0)
+
+    def close(self) -> None:
+        """See RowSource."""
+        self._tables.clear()
+        self._owned.close()
+
+
+def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
+    """Map the host's one copy, read-only, holding its lock.
+
+    Raises NotFound if the version left meanwhile or lies on another host, DataLoss if a segment does not fit.
+    """
+    with ExitStack() as stack:
+        segments = _map_segments(opened, stack)
+        model = opened.resident.model
+        tables = {layer: segment.rows for layer, segment in segments.items()}
+        token_map = segments[model.layers[0]].token_map
+        return TableSource(Transport.MAPPED, model, tables, token_map, workers=workers, owned=stack.pop_all())
+
+
+def local_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
+    """Copy the tables into private memory of this process, on huge pages where the kernel grants them."""
+    with ExitStack() as stack:
+        segments = _map_segments(opened, stack)
+        model = opened.resident.model
+        tables = {layer: private_copy(segment.rows) for layer, segment in segments.items()}
+        token_map = segments[model.layers[0]].token_map
+        kept = None if token_map is None else token_map.copy()
+        return TableSource(Transport.LOCAL, model, tables, kept, workers=workers)
+
+
+def private_copy(table: Rows) -> Rows:
+    """A copy of `table` in anonymous memory that asks for transparent huge pages."""
+    size = -(-table.nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    copy = np.frombuffer(memory, dtype=np.uint8, count=table.nbytes).reshape(table.shape)
+    np.copyto(copy, table)
+    return copy
+
+
+class FakeSource:
+    """Tables from arrays, with a delay, for tests of engines."""
+
+    def __init__(
+        self, model: EngramModel, tables: Mapping[int, Rows], token_map: NDArray[np.int32] | None, delay_seconds: float
+    ) -> None:
+        self.transport = Transport.FAKE
+        self._inner = TableSource(Transport.FAKE, model, tables, token_map)
+        self._delay_ns = round(delay_seconds * 1e9)
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
+        """See RowSource."""
+        self._inner.gather(layer, rows, out)
+
+    def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
+        """See RowSource."""
+        self._inner.lookup(layers, windows, outs)
+
+    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+        """See RowSource."""
+        tickets = self._inner.submit(windows, outs, deadlines)
+        return {layer: _DelayedTicket(ticket, outs[layer], self._delay_ns) for layer, ticket in tickets.items()}
+
+    def page_bytes(self) -> int:
+        """See RowSource."""
+        return self._inner.page_bytes()
+
+    def close(self) -> None:
+        """See RowSource."""
+        self._inner.close()
+
+
+class _DelayedTicket:
+    """A ticket whose rows count as absent until the delay is over."""
+
+    def __init__(self, inner: LayerTicket, out: Rows, delay_ns: int) -> None:
+        self._inner, self._delay_ns = inner, delay_ns
+        self._rows = out.shape[0] * out.shape[1]
+        self.deadline, self.submitted_ns, self.started_ns = inner.deadline, inner.submitted_ns, inner.submitted_ns
+
+    @property
+    def _due_ns(self) -> int:
+        return self.submitted_ns + self._delay_ns
+
+    @property
+    def done(self) -> bool:
+        return self._inner.done and time.monotonic_ns() >= self._due_ns
+
+    @property
+    def finished_ns(self) -> int:
+        return max(self._inner.finished_ns, self._due_ns) if self.done else 0
+
+    def wait(self, seconds: float) -> bool:
+        until_ns = time.monotonic_ns() + round(seconds * 1e9)
+        came = self._inner.wait(seconds)
+        left_ns = min(until_ns, self._due_ns) - time.monotonic_ns()
+        if left_ns > 0:
+            time.sleep(left_ns / 1e9)
+        return came and self._due_ns <= until_ns
+
+    def cancel(self) -> NDArray[np.bool_]:
+        came = self._inner.cancel()
+        return came if time.monotonic_ns() >= self._due_ns else np.zeros(self._rows, dtype=np.bool_)
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+    stack.callback(os.close, _hold_lock(opened))
+    segments = {place.layer: stack.enter_context(Segment(place.path)) for place in opened.segments}
+    for place in opened.segments:
+        segment = segments[place.layer]
+        if (segment.row_count, segment.row_bytes) != (place.rows, place.row_bytes):
+            raise DataLoss(
+                f"{place.path}: {segment.row_count} x {segment.row_bytes} bytes, the pool says {place.rows} x {place.row_bytes}"
+            )
+    return segments
+
+
+def _hold_lock(opened: OpenedModel) -> int:
+    """Take the shared lock of the version. The pool frees a version only under the exclusive lock."""
+    try:
+        descriptor = os.open(opened.lock_path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise NotFound(f"{opened.lock_path}: {error.strerror}; is the pool on this host, and its folder readable?") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not Path(f"/proc/self/fd/{descriptor}").exists() or os.fstat(descriptor).st_nlink == 0:
+            raise NotFound(f"version {opened.resident.version} was removed while it was being opened")
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise NotFound(f"version {opened.resident.version} is being removed") from error
+    except NotFound:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_table(layer: int, table: Rows, model: EngramModel) -> None:
+    needed = (model.rows_hashed(layer), model.row.bytes)
+    if table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != needed[1] or table.shape[0] < needed[0]:
+        raise InvalidArgument(f"layer {layer}: u8 [>= {needed[0]}, {needed[1]}] expected, got {table.dtype} {list(table.shape)}")
+
+
+def _page_bytes_at(table: Rows) -> int:
+    from treadle.kernels.pages import page_bytes_at  # read only when somebody asks
+
+    return page_bytes_at(table.ctypes.data, table.nbytes)

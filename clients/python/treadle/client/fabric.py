@@ -1,0 +1,59 @@
+"""The front door of the SDK: one object for the services of a fabric."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from treadle.client.endpoint import Endpoint
+from treadle.client.engram.pool import AsyncEngramPool, EngramPool
+from treadle.client.worker import AsyncWorker, Worker
+
+ENGRAM_ADDRESS = "127.0.0.1:7401"
+WORKER_ADDRESS = "127.0.0.1:7404"
+
+
+class Fabric:
+    """Services of a fabric, called from plain code; nothing connects before the first call.
+
+    key, tls_root_file, timeout_seconds: see Endpoint; the same for all services
+    """
+
+    def __init__(
+        self, engram: str = ENGRAM_ADDRESS, worker: str = WORKER_ADDRESS, *, key: str | None = None,
+        tls_root_file: Path | None = None, timeout_seconds: float = 5.0,
+    ) -> None:  # fmt: skip
+        self.engram = EngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds))
+        self.worker = Worker(Endpoint(worker, key, tls_root_file, timeout_seconds))
+
+    def close(self) -> None:
+        """Close the channels. Handles go on working."""
+        self.engram.close()
+        self.worker.close()
+
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class AsyncFabric:
+    """The same for asyncio; make it inside the loop that uses it."""
+
+    def __init__(
+        self, engram: str = ENGRAM_ADDRESS, worker: str = WORKER_ADDRESS, *, key: str | None = None,
+        tls_root_file: Path | None = None, timeout_seconds: float = 5.0,
+    ) -> None:  # fmt: skip
+        self.engram = AsyncEngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds))
+        self.worker = AsyncWorker(Endpoint(worker, key, tls_root_file, timeout_seconds))
+
+    async def close(self) -> None:
+        """Close the channels. Handles go on working."""
+        await self.engram.close()
+        await self.worker.close()
+
+    async def __aenter__(self) -> AsyncFabric:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
