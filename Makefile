@@ -26,7 +26,7 @@ $(VENV)/installed: constraints.txt $(addsuffix /pyproject.toml,$(ROOMS)) $(wildc
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt pip setuptools wheel pybind11
 	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation $(addprefix -e ./,$(filter-out clients/python,$(ROOMS))) -e './clients/python[fabric]'
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat $(addprefix -e ./,$(filter-out clients/python,$(ROOMS))) -e './clients/python[fabric]'
 	@touch $@
 
 $(VENV)/tools: $(VENV)/installed

@@ -22,9 +22,8 @@ from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, Windows
 from treadle.dataplane import DeadlineQueue
 from treadle.kernels import HashPlan, gather_rows, lookup
+from treadle.kernels.pages import HUGE_PAGE_BYTES, mapped_page_bytes
 from treadle.kernels.segment import Segment
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 class RowSource(Protocol):
@@ -80,7 +79,7 @@ class TableSource:
 
     def page_bytes(self) -> int:
         """See RowSource."""
-        return min((_page_bytes_at(table) for table in self._tables.values()), default=0)
+        return min((mapped_page_bytes(table.ctypes.data) for table in self._tables.values()), default=0)
 
     def close(self) -> None:
         """See RowSource."""
@@ -199,6 +198,7 @@ def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
     segments = {place.layer: stack.enter_context(Segment(place.path)) for place in opened.segments}
     for place in opened.segments:
         segment = segments[place.layer]
+        segment.populate()
         if (segment.row_count, segment.row_bytes) != (place.rows, place.row_bytes):
             raise DataLoss(
                 f"{place.path}: {segment.row_count} x {segment.row_bytes} bytes, the pool says {place.rows} x {place.row_bytes}"
@@ -229,9 +229,3 @@ def _check_table(layer: int, table: Rows, model: EngramModel) -> None:
     needed = (model.rows_hashed(layer), model.row.bytes)
     if table.dtype != np.uint8 or table.ndim != 2 or table.shape[1] != needed[1] or table.shape[0] < needed[0]:
         raise InvalidArgument(f"layer {layer}: u8 [>= {needed[0]}, {needed[1]}] expected, got {table.dtype} {list(table.shape)}")
-
-
-def _page_bytes_at(table: Rows) -> int:
-    from treadle.kernels.pages import page_bytes_at  # read only when somebody asks
-
-    return page_bytes_at(table.ctypes.data, table.nbytes)
