@@ -1,0 +1,21 @@
+"""Builds the native queue; without a C++20 compiler the package falls back on Python threads."""
+
+from glob import glob
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "treadle.dataplane._native",
+            ["src/binding.cpp"],
+            include_dirs=["../kernels/include"],
+            depends=glob("src/*.hpp") + glob("../kernels/include/treadle/kernels/*.hpp"),
+            cxx_std=20,
+            extra_compile_args=["-O3", "-pthread"],
+            extra_link_args=["-pthread"],
+            optional=True,
+        )
+    ]
+)

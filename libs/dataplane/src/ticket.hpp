@@ -1,0 +1,109 @@
+// A ticket: one job cut into bounded pieces, how far it has come, and how those who wait for it are told. Knows no Python.
+#pragma once
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <utility>
+
+namespace treadle::dataplane {
+
+// CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns().
+inline int64_t now_ns() noexcept {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// A job is checked wholly before it is queued, so that `run` cannot fail: it runs on a thread that has nobody to tell.
+struct Job {
+    std::function<void(int64_t first, int64_t last)> run;  // does units [first, last)
+    int64_t units = 0;
+    int64_t units_per_piece = 1;
+};
+
+enum class State : int { open, complete, cancelled };
+
+class Ticket {
+public:
+    // `arrays` keeps alive what the job reads and writes. Whoever made it also lets go of it, on a thread that may.
+    Ticket(Job job, int64_t deadline_ns, std::shared_ptr<void> arrays)
+        : job(std::move(job)), deadline_ns(deadline_ns), arrays(std::move(arrays)) {}
+    Ticket(const Ticket&) = delete;
+    Ticket& operator=(const Ticket&) = delete;
+    ~Ticket() {
+        if (event_fd_ >= 0) ::close(event_fd_);
+    }
+
+    State state() const noexcept { return state_.load(std::memory_order_acquire); }
+    bool ended() const noexcept { return state() != State::open; }
+
+    // True once no more pieces will run, complete or cancelled; false when the clock reaches `at_ns` before.
+    bool wait_until(int64_t at_ns) {
+        if (ended()) return true;
+        std::unique_lock lock(mutex_);
+        const auto at = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(at_ns));
+        return ended_.wait_until(lock, at, [this] { return ended(); });
+    }
+
+    // Made on first use, readable from the end on; the ticket owns it. Throws std::system_error when no descriptor is left.
+    int event_fd() {
+        std::lock_guard lock(mutex_);
+        if (event_fd_ < 0) {
+            event_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+            if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+            if (ended()) signal_event_fd();
+        }
+        return event_fd_;
+    }
+
+    void close_event_fd() {
+        std::lock_guard lock(mutex_);
+        if (event_fd_ >= 0) ::close(event_fd_);
+        event_fd_ = -1;
+    }
+
+    // Called once, by the queue. The caller holds a reference: a waiter may drop its own before this returns.
+    void end(State state) {
+        {
+            std::lock_guard lock(mutex_);
+            finished_ns.store(now_ns(), std::memory_order_relaxed);
+            state_.store(state, std::memory_order_release);
+            if (event_fd_ >= 0) signal_event_fd();
+        }
+        ended_.notify_all();
+    }
+
+    const Job job;
+    const int64_t deadline_ns;
+    std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
+
+    // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has
+    // ended exactly the units [0, next_unit) are done.
+    int64_t next_unit = 0;
+    int pieces_in_flight = 0;
+    bool stopped = false;
+    uint64_t sequence = 0;  // order of submission, among equal deadlines
+
+    std::shared_ptr<void> arrays;  // never touched by the queue or its threads
+
+private:
+    void signal_event_fd() noexcept {
+        const uint64_t one = 1;
+        [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);  // a fresh counter cannot be full
+    }
+
+    std::mutex mutex_;
+    std::condition_variable ended_;
+    std::atomic<State> state_{State::open};
+    int event_fd_ = -1;
+};
+
+}  // namespace treadle::dataplane
