@@ -348,7 +348,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One for each prompt token but the first, in the first message, where asked for."""
+        """One for each prompt token but the first, in the first messages, where asked for; concatenate them."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:

@@ -1,0 +1,52 @@
+"""Opens an Engram model in a pool, waiting for a pool that is still starting, with the key that it asks for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from treadle.client.endpoint import Endpoint
+from treadle.client.engram import EngramHandle, EngramPool
+from treadle.contract.deadline import Deadline
+from treadle.contract.errors import AccessDenied, DeadlineExceeded, NotFound, Unavailable
+
+log = logging.getLogger("treadle.worker")
+RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
+
+
+def open_engram(
+    endpoint: Endpoint, model: str, version: str, transport: str, seconds_max: float, sleep: Callable[[float], None] = time.sleep
+) -> EngramHandle:
+    """A handle on a version (empty: the current one), tried again while the pool or the model is not there yet.
+
+    The handle is pinned: it goes on working, mapped, when the pool dies. Raises Unavailable, NotFound or DeadlineExceeded
+    with the last refusal once `seconds_max` are over, and what cannot get better (fingerprint, protocol, corrupt data) at once.
+    """
+    deadline, pause = Deadline.after(seconds_max), RETRY_SECONDS_MIN
+    while True:
+        try:
+            with EngramPool(endpoint) as pool:
+                return pool.open(model, version or None, transport=transport)
+        except (Unavailable, NotFound, DeadlineExceeded) as error:
+            if deadline.remaining_seconds() <= pause:
+                text = f"engram model {model!r} at {endpoint.address}: not there after {seconds_max:.0f} s: {error}"
+                raise type(error)(text) from error
+            log.info("waiting for the engram pool", extra={"pool": endpoint.address, "model": model, "reason": str(error)})
+        sleep(pause)
+        pause = min(2 * pause, RETRY_SECONDS_MAX)
+
+
+def read_key(path: Path | None) -> str | None:
+    """The key in a file: its first line that is neither empty nor a comment. Raises AccessDenied if there is none."""
+    if path is None:
+        return None
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessDenied(f"engram_key_file: cannot read {path}: {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise AccessDenied(f"engram_key_file: {path} holds no key")
+    return keys[0]

@@ -1,0 +1,71 @@
+"""Counts what the engine does for Prometheus: `treadle_worker_*`."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from inference_worker.domain.engine import Engine
+from inference_worker.domain.report import StepReport
+
+STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # one decode on a laptop to a large chunk
+SLACK_SECONDS = (-1.0, -0.1, -0.01, -0.001, 0.0, 0.0001, 0.001, 0.01, 0.1, 1.0)  # negative: late
+
+
+class WorkerMetrics:
+    """An Observer that counts into `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
+            return Counter(f"treadle_worker_{name}", text, labels, registry=registry)
+
+        self._registry = registry
+        self._steps = counter("steps", "Engine steps")
+        self._step_seconds = Histogram("treadle_worker_step_seconds", "Seconds of a step", buckets=STEP_SECONDS, registry=registry)
+        self._step_tokens = counter("step_tokens", "Tokens that ran through the model", ("phase",))
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens computed, not those from the prefix cache")
+        self._completion_tokens = counter("completion_tokens", "Tokens generated")
+        self._cached_tokens = counter("cached_tokens", "Prompt tokens taken from the prefix cache")
+        self._cache_hits = counter("prefix_cache_hits", "Requests that found a beginning of theirs in the prefix cache")
+        self._requests = counter("requests", "Requests ended, by outcome", ("outcome",))
+        self._failed_steps = counter("steps_failed", "Steps that raised an error; their requests failed")
+        self._tickets = counter("engram_tickets", "Engram tickets (a layer of a step), by outcome", ("layer", "outcome"))
+        self._rows_missing = counter("engram_rows_missing", "Engram rows that never came", ("layer",))
+        self._stalls = counter("engram_stall_seconds", "Seconds that the engine waited for rows", ("layer",))
+        self._slack = Histogram(
+            "treadle_worker_engram_slack_seconds", "Deadline minus completion of a ticket", ("layer",), buckets=SLACK_SECONDS,
+            registry=registry,
+        )  # fmt: skip
+
+    def watch(self, engine: Engine) -> None:
+        """Show the engine's load, read whenever the metrics are."""
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"treadle_worker_{name}", text, registry=self._registry)
+
+        gauge("requests_running", "Requests in the batch").set_function(lambda: engine.load.requests_running)
+        gauge("requests_waiting", "Requests waiting for a place in it").set_function(lambda: engine.load.requests_waiting)
+        gauge("prefix_cache_bytes", "Bytes of KV kept for later requests").set_function(lambda: engine.load.prefix_cache_bytes)
+
+    def step(self, report: StepReport) -> None:
+        """See Observer."""
+        self._steps.inc()
+        self._step_seconds.observe(report.seconds)
+        self._step_tokens.labels("prefill").inc(report.prefill_tokens)
+        self._step_tokens.labels("decode").inc(report.decode_tokens)
+        self._prompt_tokens.inc(report.prefill_tokens)
+        self._completion_tokens.inc(report.completion_tokens)
+        self._cached_tokens.inc(report.cached_tokens)
+        self._cache_hits.inc(report.cached_requests)
+        self._failed_steps.inc(report.failed)
+        for ticket in report.layers:
+            layer = str(ticket.layer)
+            outcome = "missing" if ticket.rows_missing else "in_time" if ticket.in_time else "late"
+            self._tickets.labels(layer, outcome).inc()
+            self._rows_missing.labels(layer).inc(ticket.rows_missing)
+            self._stalls.labels(layer).inc(ticket.stall_seconds)
+            if ticket.slack_seconds is not None:
+                self._slack.labels(layer).observe(ticket.slack_seconds)
+
+    def ended(self, outcome: str) -> None:
+        """See Observer."""
+        self._requests.labels(outcome).inc()

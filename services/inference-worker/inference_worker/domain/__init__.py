@@ -1,0 +1,1 @@
+"""What the worker knows: requests, scheduling, sampling, text, prefix reuse and Engram memory. No gRPC, no files."""

@@ -1,0 +1,247 @@
+"""Engram memory in the engine: the same answer however rows come, and an honest one where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_worker.domain.answer import Answer, run_until_done
+from inference_worker.domain.engine import Engine
+from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, windows_of
+from inference_worker.domain.errors import MemoryMissing
+from inference_worker.domain.ports import LayerFigures, LayerRows, Prefetcher, StepRows
+from inference_worker.domain.request import Piece, Request, Sampling
+from inference_worker.domain.scheduler import Slot
+from inference_worker.domain.sequence import Sequence
+from inference_worker.domain.text import TextStream, Vocabulary
+from treadle.client.engram import StepPrefetcher, fake_handle
+from treadle.contract import (
+    EngramModel,
+    Family,
+    FingerprintMismatch,
+    Fusion,
+    InvalidArgument,
+    Late,
+    RowLayout,
+    Unavailable,
+    WaitPolicy,
+    Windows,
+)
+from treadle.contract.families import demo_model, qwen_ple_model
+from treadle.nn.model import CausalLM
+from treadle.nn.token_map import token_map_digest
+
+Ask = Callable[..., list[Piece]]
+Prompt = Callable[..., tuple[int, ...]]
+MakeEngine = Callable[..., Engine]
+TinyEngram = tuple[EngramModel, NDArray[np.int32], dict[int, NDArray[np.uint8]]]
+GREEDY = Sampling(max_tokens=12, ignore_eos=True, top_logprobs=0)
+BRIEF = WaitPolicy(0.0, Late.MASK)
+
+
+@pytest.fixture
+def memories(tiny: CausalLM, tiny_engram: TinyEngram) -> Iterator[Callable[..., EngramMemory]]:
+    """Makes memories of the tiny Engram model on a fake handle."""
+    with ExitStack() as stack:
+
+        def make(*, fused: bool = True, prefetch: bool = True, delay_seconds: float = 0.0) -> EngramMemory:
+            model, token_map, tables = tiny_engram
+            handle = stack.enter_context(fake_handle(model, token_map, tables, delay_seconds))
+            prefetcher = StepPrefetcher(handle, prefetch=prefetch)
+            fusion = fusion_of(model, tiny.config.hidden, None)
+            return EngramMemory(model, handle.version, handle.transport, fusion, prefetcher, fused=fused)
+
+        yield make
+
+
+def logprobs_of(pieces: list[Piece]) -> list[float]:
+    return [entry.logprob for piece in pieces for entry in piece.logprobs]
+
+
+def test_fusion_changes_the_answer_and_shadowing_does_not(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
+) -> None:
+    request = Request(prompt(50), GREEDY)
+    plain, shadowed, fused = (ask(engines(memory), request) for memory in (None, memories(fused=False), memories(fused=True)))
+    assert logprobs_of(plain) == logprobs_of(shadowed)
+    assert logprobs_of(plain) != logprobs_of(fused)
+    for (piece,), is_shadow in ((shadowed, True), (fused, False)):
+        assert piece.finish is not None
+        (report,) = piece.finish.memory
+        assert (report.kind, report.name, report.transport, report.shadowed) == ("engram", "tiny", "fake", is_shadow)
+        assert (report.tickets, report.rows_missing) == (2 * 12, 0)  # two layers, one prefill and eleven decodes
+        assert not piece.degraded
+
+
+def test_prefetching_changes_no_bit(engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt) -> None:
+    requests = [Request(prompt(length, length), GREEDY) for length in (3, 40, 90)]
+    with_, without = (ask(engines(memories(prefetch=prefetch)), *requests) for prefetch in (True, False))
+    assert logprobs_of(with_) == logprobs_of(without)
+    assert [piece.token_ids for piece in with_] == [piece.token_ids for piece in without]
+
+
+def test_batching_chunking_and_cache_hits_change_no_token(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
+) -> None:
+    shared = prompt(70)
+    requests = [Request((*shared, *prompt(length, length)), GREEDY) for length in (1, 20, 60)]
+    alone = [piece for request in requests for piece in ask(engines(memories()), request)]
+    together = ask(engines(memories()), *requests)
+    chunked = ask(engines(memories(), step_tokens_max=16), *requests)
+    warmed = engines(memories())
+    ask(warmed, Request(shared, GREEDY))
+    warm = ask(warmed, *requests)
+    assert all(piece.finish is not None and piece.finish.usage.cached_tokens == 64 for piece in warm)
+    for other in (together, chunked, warm):
+        assert [piece.token_ids for piece in other] == [piece.token_ids for piece in alone]
+        assert logprobs_of(other) == pytest.approx(logprobs_of(alone), abs=1e-4)
+
+
+def test_a_look_back_holds_the_real_ids_of_chunks_and_cached_tokens() -> None:
+    class NoSink:
+        def deliver(self, piece: Piece) -> None: ...
+        def fail(self, error: Exception) -> None: ...
+
+    def running(tokens: list[int]) -> Sequence:
+        return Sequence(Request(tuple(tokens)), NoSink(), TextStream(Vocabulary(())), tokens, 100)
+
+    slots = [Slot(running([11, 12, 13, 14, 15]), 3, 2), Slot(running([21, 22, 23]), 0, 2), Slot(running([31, 32]), 1, 1)]
+    windows = windows_of(slots, 2)
+    assert windows.tokens.tolist() == [14, 15, 21, 22, 32]
+    assert windows.starts.tolist() == [0, 2, 4, 5]
+    assert windows.lookback.tolist() == [[13, 12], [-1, -1], [31, -1]]
+
+
+def test_late_rows_make_a_degraded_answer_that_says_so_and_is_shared_with_nobody(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=5.0))
+    request = Request(prompt(70), Sampling(max_tokens=2, ignore_eos=True), policy=BRIEF)
+    (piece,) = ask(engine, request)
+    assert piece.degraded
+    assert piece.finish is not None
+    (report,) = piece.finish.memory
+    assert report.rows_missing == 2 * 4 * 71  # two layers, four rows a token, 70 tokens of prompt and the first of the answer
+    assert report.tickets_in_time == 0
+    assert engine.load.prefix_cache_bytes == 0
+    ask(engine, request)
+    assert engine.totals.cached_tokens == 0
+
+
+def test_a_request_that_would_rather_fail_fails_and_its_neighbour_goes_on(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=5.0))
+    proud, humble = Answer(), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=2), policy=WaitPolicy(0.0, Late.FAIL)), proud)
+    engine.submit(Request(prompt(20, 1), Sampling(max_tokens=2, ignore_eos=True), policy=BRIEF), humble)
+    run_until_done(engine, [proud, humble])
+    assert isinstance(proud.error, MemoryMissing)
+    assert humble.piece.degraded
+    assert len(humble.piece.token_ids) == 2
+
+
+def test_a_step_waits_as_long_as_its_most_patient_request(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=0.03))
+    patient = Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(5.0, Late.FAIL))
+    pieces = ask(engine, patient, Request(prompt(20, 1), Sampling(max_tokens=1), policy=BRIEF))
+    assert not any(piece.degraded for piece in pieces)
+
+
+class DeadPool:
+    """A prefetcher whose pool is gone."""
+
+    def __init__(self, *, at_begin: bool) -> None:
+        self._at_begin = at_begin
+
+    def begin(self, windows: Windows) -> StepRows:
+        if self._at_begin:
+            raise Unavailable("no pool")
+        return self
+
+    def rows(self, layer: int, policy: WaitPolicy | None = None) -> LayerRows:
+        raise Unavailable("no pool")
+
+    def finish(self) -> None:
+        """Nothing was started."""
+
+    def figures(self) -> Mapping[int, LayerFigures]:
+        return {}
+
+
+@pytest.mark.parametrize("at_begin", [True, False])
+def test_a_pool_that_is_gone_degrades_and_does_not_fail_the_step(
+    at_begin: bool,
+    engines: MakeEngine,
+    tiny: CausalLM,
+    tiny_engram: TinyEngram,
+    ask: Ask,
+    prompt: Prompt,
+) -> None:
+    model, _, _ = tiny_engram
+    memory = EngramMemory(
+        model, model.version, "rpc", fusion_of(model, tiny.config.hidden, None), DeadPool(at_begin=at_begin), fused=True
+    )
+    (piece,) = ask(engines(memory), Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)))
+    assert piece.degraded
+    assert len(piece.token_ids) == 3
+
+
+def test_reports_and_figures_tell_each_layers_tickets(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    memory = memories()
+    engine, answer = engines(memory), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)), answer)
+    reports = run_until_done(engine, [answer])
+    assert [[ticket.layer for ticket in report.layers] for report in reports] == [[1, 2]] * 3
+    figures = memory.figures()
+    assert [figures[layer].tickets for layer in (1, 2)] == [3, 3]
+    assert figures[1].row_bytes == 22 * 4 * 32  # 22 tokens ran, four rows of 32 bytes each
+
+
+def test_an_engram_model_for_another_tokenizer_is_refused_by_field(
+    tiny: CausalLM, tiny_folder: Path, tiny_engram: TinyEngram
+) -> None:
+    model, token_map, _ = tiny_engram
+    check_fits(model, tiny.config, tiny_folder / "tokenizer.json")
+    other = demo_model("other", layers=(1,), token_map=token_map_digest(token_map + 1), compressed_vocab_size=300, pad_id=2,
+                       prime_base=101, row=RowLayout(32, 16, "bf16"))  # fmt: skip
+    with pytest.raises(FingerprintMismatch, match="token_map"):
+        check_fits(other, tiny.config, tiny_folder / "tokenizer.json")
+    deep = demo_model("deep", layers=(1, 9), token_map=token_map_digest(token_map), compressed_vocab_size=300, pad_id=2,
+                      prime_base=101, row=RowLayout(32, 16, "bf16"))  # fmt: skip
+    with pytest.raises(InvalidArgument, match="9"):
+        check_fits(deep, tiny.config, tiny_folder / "tokenizer.json")
+    ple = qwen_ple_model("ple", layer=1, row=RowLayout(32, 16, "bf16"))
+    assert ple.family is Family.QWEN_PLE
+    with pytest.raises(InvalidArgument, match="eos_id"):
+        check_fits(ple, tiny.config, tiny_folder / "tokenizer.json")
+
+
+def test_fusion_weights_come_from_the_file_that_the_manifest_names(tiny: CausalLM, tiny_engram: TinyEngram, tmp_path: Path) -> None:
+    model, _, _ = tiny_engram
+    path = tmp_path / "fusion.safetensors"
+    named = replace(model, fusion=Fusion("demo", fusion_of(model, tiny.config.hidden, None).save(path)))
+    assert fusion_of(named, tiny.config.hidden, path).history_widths == {1: 32, 2: 32}
+    with pytest.raises(InvalidArgument, match="engram_fusion_weights"):
+        fusion_of(named, tiny.config.hidden, None)
+    with pytest.raises(FingerprintMismatch):
+        fusion_of(replace(named, fusion=Fusion("demo", "0" * 64)), tiny.config.hidden, path)
+    with pytest.raises(InvalidArgument):
+        fusion_of(replace(model, fusion=None), tiny.config.hidden, None)
+
+
+def test_the_sdks_prefetcher_fits_the_engines_port(tiny_engram: TinyEngram) -> None:
+    model, token_map, tables = tiny_engram
+    with fake_handle(model, token_map, tables) as handle:
+        fits: Prefetcher = StepPrefetcher(handle)  # what mypy checks here is the test
+        assert set(fits.figures()) == {1, 2}

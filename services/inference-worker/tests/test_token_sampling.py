@@ -1,0 +1,68 @@
+"""Choosing tokens: greedy, temperature, nucleus, seeds; log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from inference_worker.domain.request import Sampling
+from inference_worker.domain.sampling import NUCLEUS_FIRST, choose, generator_of, logprobs, nucleus
+from inference_worker.domain.text import Vocabulary
+
+LOGITS = torch.tensor([0.6, 0.1, 0.25, 0.05]).log()
+
+
+def draws(sampling: Sampling, count: int) -> list[int]:
+    generator = generator_of(sampling)
+    return [choose(LOGITS, sampling, generator) for _ in range(count)]
+
+
+def test_temperature_zero_takes_the_most_likely_token() -> None:
+    assert draws(Sampling(), 3) == [0, 0, 0]
+
+
+def test_temperature_one_draws_by_probability() -> None:
+    chosen = draws(Sampling(temperature=1.0, seed=5), 4000)
+    for token, probability in enumerate((0.6, 0.1, 0.25, 0.05)):
+        assert chosen.count(token) / 4000 == pytest.approx(probability, abs=0.03)
+
+
+def test_a_low_temperature_sharpens_and_a_high_one_flattens() -> None:
+    sharp, flat = (draws(Sampling(temperature=t, seed=5), 1000).count(0) / 1000 for t in (0.2, 5.0))
+    assert sharp > 0.95
+    assert flat < 0.45
+
+
+def test_the_nucleus_is_the_smallest_set_with_the_wanted_probability() -> None:
+    probabilities = LOGITS.exp().double()
+    assert nucleus(probabilities, 0.5)[1].tolist() == [0]
+    assert nucleus(probabilities, 0.84)[1].tolist() == [0, 2]
+    assert nucleus(probabilities, 0.86)[1].tolist() == [0, 2, 1]
+    assert set(draws(Sampling(temperature=1.0, top_p=0.84, seed=1), 500)) == {0, 2}
+
+
+def test_a_flat_distribution_has_a_nucleus_larger_than_the_first_look() -> None:
+    flat = torch.full((4 * NUCLEUS_FIRST,), 1 / (4 * NUCLEUS_FIRST), dtype=torch.float64)
+    assert len(nucleus(flat, 0.5)[1]) == pytest.approx(2 * NUCLEUS_FIRST, abs=1)
+
+
+def test_a_seed_repeats_itself_and_no_seed_does_not() -> None:
+    seeded = Sampling(temperature=1.0, seed=42)
+    assert draws(seeded, 50) == draws(seeded, 50)
+    free = Sampling(temperature=1.0)
+    assert draws(free, 64) != draws(free, 64)
+
+
+def test_a_seed_of_64_bits_is_taken_whole() -> None:
+    assert draws(Sampling(temperature=1.0, seed=(1 << 64) - 1), 40) != draws(Sampling(temperature=1.0, seed=1), 40)
+
+
+def test_logprobs_are_natural_logarithms_at_temperature_one() -> None:
+    vocabulary = Vocabulary((b"a", b"b", b"\xe4", b"d"))
+    (entry,) = logprobs((LOGITS + 3.0).unsqueeze(0), [1], 2, vocabulary)
+    assert entry.logprob == pytest.approx(math.log(0.1), abs=1e-6)
+    assert [(top.token_id, top.text) for top in entry.top] == [(0, b"a"), (2, b"\xe4")]
+    assert entry.top[0].logprob == pytest.approx(math.log(0.6), abs=1e-6)
+    assert logprobs(LOGITS.unsqueeze(0), [1], 0, vocabulary)[0].top == ()

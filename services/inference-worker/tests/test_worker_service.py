@@ -1,0 +1,251 @@
+"""WorkerService over real gRPC on loopback, with the SDK's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from inference_worker.adapters.prometheus import WorkerMetrics
+from inference_worker.domain.engine import Engine
+from inference_worker.domain.engine_thread import EngineThread
+from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.limits import Limits
+from inference_worker.domain.request import Piece, TokenLogprob
+from inference_worker.domain.text import Vocabulary
+from inference_worker.server import STATUS, ModelCard, WorkerServer, write_piece
+from treadle.chassis.interceptors import CallGuard, RpcMetrics
+from treadle.client.endpoint import Endpoint
+from treadle.client.engram import StepPrefetcher, fake_handle
+from treadle.client.worker import AsyncWorker
+from treadle.contract import PROTO_VERSION, EngramModel
+from treadle.contract.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from treadle.contract.policy import WaitPolicy
+from treadle.inference.v1 import worker_pb2 as pb
+from treadle.inference.v1 import worker_pb2_grpc as pb_grpc
+from treadle.nn.model import CausalLM
+
+Serve = Callable[..., Any]
+TinyEngram = tuple[EngramModel, NDArray[np.int32], dict[int, NDArray[np.uint8]]]
+Eventually = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def serve(tiny: CausalLM, tiny_vocabulary: Vocabulary, registry: CollectorRegistry) -> Serve:
+    """Serves the tiny model; gives a client and the engine."""
+
+    @asynccontextmanager
+    async def run(memory: EngramMemory | None = None, **limits: int) -> AsyncIterator[tuple[AsyncWorker, Engine]]:
+        metrics = WorkerMetrics(registry)
+        chosen = Limits(**{"step_tokens_max": 64, "context_tokens_max": 200} | limits)
+        engine = Engine(tiny, tiny_vocabulary, chosen, memory, observer=metrics)
+        metrics.watch(engine)
+        guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=100, metrics=RpcMetrics(registry, "worker"))
+        server = grpc.aio.server(interceptors=[guard])
+        with EngineThread(engine) as thread:
+            card = ModelCard("tiny", Path("/models/tiny"), "0" * 64, "1.2.3")
+            pb_grpc.add_WorkerServiceServicer_to_server(WorkerServer(thread, card, WaitPolicy()), server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            async with AsyncWorker(Endpoint(f"127.0.0.1:{port}")) as worker:
+                yield worker, engine
+            await server.stop(0)
+
+    return run
+
+
+def request(tokens: int = 10, **sampling: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id="r1",
+        prompt_token_ids=range(1, 1 + tokens),
+        sampling=pb.Sampling(**{"max_tokens": 8, "ignore_eos": True} | sampling),
+    )
+
+
+async def whole(worker: AsyncWorker, asked: pb.GenerateRequest, seconds: float = 30.0) -> list[pb.GenerateResponse]:
+    return [response async for response in worker.generate(asked, seconds)]
+
+
+async def test_an_answer_has_ids_text_reason_and_usage(serve: Serve) -> None:
+    async with serve() as (worker, _):
+        responses = await whole(worker, request(40, top_logprobs=2))
+        again = await whole(worker, request(40, top_logprobs=2))
+    ids = [token for response in responses for token in response.token_ids]
+    logprobs = [entry for response in responses for entry in response.logprobs]
+    assert len(ids) == len(logprobs) == 8
+    assert [entry.token_id for entry in logprobs] == ids
+    assert all(len(entry.top) == 2 and entry.logprob <= 0 for entry in logprobs)
+    text = b"".join(entry.text for entry in logprobs).decode(errors="replace")
+    assert "".join(response.text_delta for response in responses) == text
+    last = responses[-1]
+    assert last.finish_reason == pb.FINISH_REASON_LENGTH
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (40, 8, 0)
+    assert again[-1].usage.cached_tokens == 32
+    assert all(response.finish_reason == pb.FINISH_REASON_UNSPECIFIED for response in responses[:-1])
+
+
+async def test_prompt_logprobs_come_in_the_first_message(serve: Serve) -> None:
+    async with serve() as (worker, _):
+        responses = await whole(worker, request(20, prompt_logprobs=True))
+    assert [entry.token_id for entry in responses[0].prompt_logprobs] == list(range(2, 21))
+    assert not any(response.prompt_logprobs for response in responses[1:])
+    assert not any(response.logprobs for response in responses)
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (pb.GenerateRequest(), "prompt_token_ids"),
+        (pb.GenerateRequest(prompt_token_ids=[100_000]), "prompt_token_ids"),
+        (request(200), "prompt_token_ids"),
+        (request(temperature=-1), "temperature"),
+        (request(top_p=2), "top_p"),
+        (request(stop=["x"] * 20), "stop"),
+        (request(top_logprobs=21), "top_logprobs"),
+        (pb.GenerateRequest(prompt_token_ids=[1], memory_policy=pb.MemoryPolicy(wait_seconds_max=99)), "wait_seconds_max"),
+    ],
+)
+async def test_a_bad_request_is_refused_naming_the_field(serve: Serve, asked: pb.GenerateRequest, field: str) -> None:
+    async with serve() as (worker, engine):
+        with pytest.raises(InvalidArgument, match=field):
+            await whole(worker, asked)
+        assert engine.totals.steps == 0
+
+
+async def test_a_caller_who_leaves_stops_the_generation(serve: Serve, registry: CollectorRegistry, eventually: Eventually) -> None:
+    async with serve() as (worker, engine):
+        stream = worker.generate(request(max_tokens=0), 30.0)
+        await anext(stream)
+        await stream.aclose()
+        await eventually(lambda: not engine.load.requests_running)
+        assert engine.totals.completion_tokens < 190
+    assert registry.get_sample_value("treadle_worker_requests_total", {"outcome": "cancelled"}) == 1
+
+
+async def test_the_calls_deadline_bounds_the_generation(serve: Serve, eventually: Eventually) -> None:
+    async with serve(sequences_max=1) as (worker, engine):
+        with pytest.raises(DeadlineExceeded):
+            await whole(worker, request(max_tokens=0), 0.02)
+        await eventually(lambda: not engine.load.requests_running)
+
+
+async def test_a_full_queue_says_when_to_come_back(serve: Serve, registry: CollectorRegistry) -> None:
+    async with serve(sequences_max=1, requests_waiting_max=1) as (worker, _):
+        streams = [worker.generate(request(max_tokens=0), 30.0) for _ in range(8)]
+        results = await asyncio.gather(*(anext(stream) for stream in streams), return_exceptions=True)
+        refused = [result for result in results if isinstance(result, ResourceExhausted)]
+        assert refused
+        assert all(error.retry_after_seconds is not None and error.retry_after_seconds > 0 for error in refused)
+        for stream in streams:
+            await stream.aclose()
+    assert registry.get_sample_value("treadle_worker_requests_total", {"outcome": "refused"}) == len(refused)
+
+
+async def test_a_draining_worker_refuses_with_unavailable_and_says_so(serve: Serve) -> None:
+    async with serve() as (worker, engine):
+        engine.close_door()
+        with pytest.raises(Unavailable, match="stopping"):
+            await whole(worker, request())
+        assert (await worker.status()).draining
+
+
+async def test_status_tells_model_and_load(serve: Serve) -> None:
+    async with serve() as (worker, engine):
+        await whole(worker, request())
+        status = await worker.status()
+    assert (status.model, status.model_dir, status.tokenizer_digest) == ("tiny", "/models/tiny", "0" * 64)
+    assert (status.build_version, status.proto_version) == ("1.2.3", PROTO_VERSION)
+    assert (status.context_tokens_max, list(status.eos_token_ids)) == (200, [256])
+    assert (status.prompt_tokens, status.completion_tokens, status.steps) == (10, 8, engine.totals.steps)
+    assert (status.engram_model, len(status.engram_layers)) == ("", 0)
+
+
+async def test_metrics_count_steps_tokens_and_outcomes(serve: Serve, registry: CollectorRegistry) -> None:
+    async with serve() as (worker, engine):
+        await whole(worker, request())
+        seen = {
+            name: registry.get_sample_value(f"treadle_worker_{name}", labels)
+            for name, labels in (
+                ("steps_total", {}),
+                ("step_seconds_count", {}),
+                ("prompt_tokens_total", {}),
+                ("completion_tokens_total", {}),
+                ("requests_running", {}),
+                ("requests_total", {"outcome": "length"}),
+            )
+        }
+        assert list(seen.values()) == [8, 8, 10, 8, 0, 1], seen
+        assert engine.totals.steps == 8
+
+
+@pytest.fixture
+def memory(tiny: CausalLM, tiny_engram: TinyEngram) -> Iterator[Callable[[float], EngramMemory]]:
+    """Makes shadowed memories whose rows come after a delay in seconds."""
+    with ExitStack() as stack:
+
+        def make(delay_seconds: float) -> EngramMemory:
+            handle = stack.enter_context(fake_handle(*tiny_engram, delay_seconds))
+            fusion = fusion_of(handle.model, tiny.config.hidden, None)
+            return EngramMemory(handle.model, handle.version, handle.transport, fusion, StepPrefetcher(handle), fused=False)
+
+        yield make
+
+
+async def test_status_and_the_last_message_tell_what_the_engram_did(
+    serve: Serve, memory: Callable[[float], EngramMemory], registry: CollectorRegistry
+) -> None:
+    async with serve(memory(0.0)) as (worker, _):
+        responses = await whole(worker, request())
+        status = await worker.status()
+    (report,) = responses[-1].memory
+    assert (report.kind, report.name, report.transport, report.shadowed, report.tickets) == ("engram", "tiny", "fake", True, 16)
+    assert (status.engram_model, status.engram_version, status.engram_transport) == ("tiny", report.version, "fake")
+    assert not status.engram_fused
+    assert [(layer.layer, layer.tickets, layer.rows_missing) for layer in status.engram_layers] == [(1, 8, 0), (2, 8, 0)]
+    outcomes = [
+        registry.get_sample_value("treadle_worker_engram_tickets_total", {"layer": "1", "outcome": x}) for x in ("in_time", "late")
+    ]
+    assert sum(count or 0 for count in outcomes) == 8
+    assert registry.get_sample_value("treadle_worker_engram_slack_seconds_count", {"layer": "2"}) == 8
+
+
+async def test_a_caller_chooses_between_a_degraded_answer_and_none(
+    serve: Serve, memory: Callable[[float], EngramMemory], registry: CollectorRegistry
+) -> None:
+    brief = pb.MemoryPolicy(wait_seconds_max=0.001, late=pb.LATE_POLICY_MASK)
+    async with serve(memory(5.0)) as (worker, _):
+        masked = request(max_tokens=2)
+        masked.memory_policy.CopyFrom(brief)
+        responses = await whole(worker, masked)
+        assert all(response.degraded for response in responses)
+        assert responses[-1].memory[0].rows_missing == 2 * 4 * 11
+        masked.memory_policy.late = pb.LATE_POLICY_FAIL
+        with pytest.raises(Unavailable, match="rows missing"):
+            await whole(worker, masked)
+    assert registry.get_sample_value("treadle_worker_requests_total", {"outcome": "memory_missing"}) == 1
+    assert registry.get_sample_value("treadle_worker_engram_tickets_total", {"layer": "1", "outcome": "missing"}) == 3
+
+
+def test_log_probabilities_of_a_long_prompt_are_cut_into_messages_below_a_mebibyte() -> None:
+    top = tuple(TokenLogprob(token, b"x" * 20, -1.0) for token in range(20))
+    prompt = [TokenLogprob(token, b"y" * 20, -1.0, top) for token in range(5000)]
+    answer = [TokenLogprob(token, b"z", -1.0, top) for token in range(300)]
+    messages = list(write_piece(Piece(list(range(300)), "text", answer, prompt)))
+    assert len(messages) > 2
+    assert all(message.ByteSize() < 1 << 20 for message in messages)
+    assert [entry.token_id for message in messages for entry in message.prompt_logprobs] == list(range(5000))
+    assert all(list(message.token_ids) == [entry.token_id for entry in message.logprobs] for message in messages)
+    assert sum(len(message.token_ids) for message in messages) == 300
