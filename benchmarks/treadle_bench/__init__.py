@@ -1,0 +1,1 @@
+"""Baselines and figures. May import anything; imported by nobody."""

@@ -1,0 +1,80 @@
+"""`treadle bench …`: every figure of docs/benchmarks.md, one command for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure this machine: gather, hash, load, chat. Figures come with their baseline and machine."
+)
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: an impression, not a figure to quote.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a goal is missed.")]
+
+
+@app.command()
+def gather(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Rows of a 2.5 GB table, against Listing 1 of the CXL paper and the read-only pass (needs 5 GB of memory)."""
+    from treadle_bench.gather import measure
+    from treadle_bench.report import show
+
+    rows, goals = measure(quick=quick)
+    show(rows, goals, as_json=json, title="gather")
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command("hash")
+def hash_(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Tokens to row ids, native against numpy, for each family."""
+    from treadle_bench.hashing import measure
+    from treadle_bench.report import show
+
+    rows, goals = measure(quick=quick)
+    show(rows, goals, as_json=json, title="hash")
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
+def load(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Tables into shared memory through a real pool (needs 5 GB of memory)."""
+    from treadle_bench.loading import measure
+    from treadle_bench.report import show
+
+    rows, goals = measure(quick=quick)
+    show(rows, goals, as_json=json, title="load")
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
+def chat(
+    quick: Quick = False,
+    json: Json = False,
+    strict: Strict = False,
+    pool: Annotated[str, typer.Option(help="Address of a pool that holds the model; empty: a pool of our own.")] = "",
+    model_dir: Annotated[Path | None, typer.Option(help="Folder of the language model; default: smollm2-135m, fetched.")] = None,
+) -> None:
+    """The embedded engine without Engram, and with its rows local, mapped and by rpc (Table 2 of the CXL paper on this machine)."""
+    from treadle.chassis.threads import set_compute_threads
+
+    set_compute_threads(1)
+    from treadle_bench.chat import measure
+    from treadle_bench.report import show
+
+    rows, goals, extra = measure(quick=quick, pool_address=pool, model_dir=model_dir)
+    show(rows, goals, as_json=json, title="chat", extra=extra)
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command("all")
+def all_(quick: Quick = False) -> None:
+    """Every figure, one after the other."""
+    for command in (hash_, gather, load, chat):
+        command(quick=quick)
+
+
+def _exit(strict: bool, met: list[bool]) -> None:
+    if strict and not all(met):
+        raise typer.Exit(1)

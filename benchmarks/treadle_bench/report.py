@@ -1,0 +1,139 @@
+"""A measurement, what it is compared with, and how both are printed: for people as a table, for programs as JSON.
+
+Baselines are measured in the same run, interleaved round by round, so that a busy machine is busy for both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
+BOOTSTRAP_DRAWS = 2000  # of rounds, for the interval of a ratio
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement. `ratio`: median over rounds of (this / baseline) with its 95 % bootstrap interval; None: is the baseline."""
+
+    name: str
+    params: Mapping[str, Any]
+    unit: str
+    median: float
+    p99: float
+    n: int
+    baseline: str | None = None
+    ratio: float | None = None
+    ratio_ci95: tuple[float, float] | None = None
+    p99_ratio: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A limit on one figure, printed with what was measured whether it was met or not."""
+
+    text: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """True if the figure is within its limit."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+
+def interleave(variants: Mapping[str, Callable[[int], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
+    """Call every variant once a round, in an order drawn anew, each with the number of the round; collect what they return."""
+    order, chance = list(variants), random.Random(seed)
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds):
+        chance.shuffle(order)
+        for name in order:
+            samples[name].append(variants[name](number))
+    return samples
+
+
+def rows_of(samples: Mapping[str, Sequence[float]], params: Mapping[str, Any], unit: str, baseline: str) -> list[Row]:
+    """One Row for each variant, compared with `baseline` round by round."""
+    base = np.asarray(samples[baseline])
+    base_p99 = float(np.percentile(base, 99))
+    rows = []
+    for name, values in samples.items():
+        mine = np.asarray(values)
+        row = Row(name, params, unit, float(np.median(mine)), float(np.percentile(mine, 99)), len(mine))
+        if name != baseline:
+            ratio, interval = paired_ratio(mine, base)
+            row = replace(row, baseline=baseline, ratio=ratio, ratio_ci95=interval, p99_ratio=row.p99 / base_p99)
+        rows.append(row)
+    return rows
+
+
+def paired_ratio(mine: NDArray[np.float64], base: NDArray[np.float64], *, seed: int = 0) -> tuple[float, tuple[float, float]]:
+    """Median of mine/base over rounds, and its 95 % interval by bootstrap over the rounds."""
+    ratios = mine / base
+    draws = np.random.default_rng(seed).integers(0, len(ratios), size=(BOOTSTRAP_DRAWS, len(ratios)))
+    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    return float(np.median(ratios)), (float(low), float(high))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    with open("/proc/cpuinfo", encoding="utf-8") as info:
+        cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), platform.machine())
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {"cpu": cpu, "cores": os.cpu_count(), "kernel": platform.release(), "memory_bytes": memory_bytes}
+
+
+def document(rows: Sequence[Row], goals: Sequence[Goal], extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The figures as JSON values."""
+    fields = ("name", "params", "unit", "median", "p99", "n", "baseline", "ratio", "ratio_ci95", "p99_ratio")
+    return {
+        "command": " ".join(["treadle", *sys.argv[1:]]), "machine": machine(),
+        "versions": {name: version(name) for name in ("treadle", "numpy", "torch")} | {"python": platform.python_version()},
+        "rows": [{field: getattr(row, field) for field in fields} for row in rows],
+        "goals": [{"text": goal.text, "value": goal.value, "limit": goal.limit, "met": goal.met} for goal in goals], **(extra or {}),
+    }  # fmt: skip
+
+
+def show(rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: str, extra: Mapping[str, Any] | None = None) -> None:
+    """Print the figures."""
+    whole = document(rows, goals, extra)
+    if as_json:
+        sys.stdout.write(json.dumps(whole) + "\n")
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_IN_FILES)
+    about = whole["machine"]
+    console.print(
+        f"{title}: {about['cpu']}, {about['cores']} cores, kernel {about['kernel']}\n$ {whole['command']}", highlight=False
+    )
+    table = Table(box=None, pad_edge=False)
+    for heading in ("what", "with", "median", "p99", "n", "ratio", "95 %"):
+        table.add_column(heading, justify="left" if heading in ("what", "with") else "right")
+    for row in rows:
+        ratio = "1" if row.ratio is None else f"{row.ratio:.3f}"
+        interval = "" if row.ratio_ci95 is None else f"{row.ratio_ci95[0]:.3f}-{row.ratio_ci95[1]:.3f}"
+        params = " ".join(f"{key}={value}" for key, value in row.params.items())
+        table.add_row(row.name, params, f"{_digits(row.median)} {row.unit}", _digits(row.p99), str(row.n), ratio, interval)
+    console.print(table)
+    for goal in goals:
+        sign = ">=" if goal.at_least else "<="
+        console.print(
+            f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {sign} {goal.limit:g})", highlight=False
+        )
+
+
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
