@@ -1,0 +1,136 @@
+// Python's door to the headers: takes arrays of exact dtype, checks that sizes fit together, drops the GIL. No more.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+#include "../include/treadle/kernels/crc32c.hpp"
+#include "../include/treadle/kernels/lookup.hpp"
+
+namespace py = pybind11;
+namespace tk = treadle::kernels;
+
+namespace {
+
+template <typename T>
+using Array = py::array_t<T, py::array::c_style>;
+using Mask = std::optional<Array<bool>>;
+
+void require(bool condition, const char* message) {
+    if (!condition) throw std::invalid_argument(message);
+}
+
+template <typename T>
+std::vector<T> copied(const Array<T>& array) {
+    return {array.data(), array.data() + array.size()};
+}
+
+class Plan {
+public:
+    Plan(int family, const Array<int32_t>& orders, int heads, const Array<uint64_t>& multipliers, const Array<int64_t>& primes,
+         const Array<int64_t>& offsets, int64_t pad, int64_t eos, std::optional<Array<int32_t>> token_map, int64_t token_limit)
+        : orders_(copied(orders)), multipliers_(copied(multipliers)), primes_(copied(primes)), offsets_(copied(offsets)),
+          token_map_(std::move(token_map)) {
+        const auto columns = static_cast<int64_t>(orders_.size()) * heads;
+        require(!orders_.empty() && heads >= 1 && columns <= tk::COLUMNS_MAX, "orders x heads");
+        require(orders_.front() >= 1 && orders_.back() <= tk::ORDER_MAX && std::is_sorted(orders_.begin(), orders_.end()), "orders");
+        require(multipliers_.size() == static_cast<size_t>(orders_.back()), "multipliers");
+        require(primes_.size() == static_cast<size_t>(columns) && offsets_.size() == primes_.size(), "primes, offsets");
+        require(!token_map_ || token_map_->size() == token_limit, "token_map");
+        rows_hashed_ = offsets_.back() + primes_.back();
+        view_ = {static_cast<tk::Family>(family), orders_.back(), static_cast<int>(orders_.size()), orders_.data(), heads,
+                 multipliers_.data(), primes_.data(), offsets_.data(), pad, eos, token_map_ ? token_map_->data() : nullptr, token_limit};
+    }
+    Plan(const Plan&) = delete;  // the view points into this object
+    Plan& operator=(const Plan&) = delete;
+
+    const tk::HashPlanView& view() const { return view_; }
+    int64_t columns() const { return static_cast<int64_t>(primes_.size()); }
+    int64_t rows_hashed() const { return rows_hashed_; }
+
+private:
+    std::vector<int32_t> orders_;
+    std::vector<uint64_t> multipliers_;
+    std::vector<int64_t> primes_;
+    std::vector<int64_t> offsets_;
+    std::optional<Array<int32_t>> token_map_;
+    int64_t rows_hashed_;
+    tk::HashPlanView view_;
+};
+
+tk::WindowsView windows_view(const Plan& plan, const Array<int64_t>& tokens, const Array<int32_t>& starts,
+                             const Array<int64_t>& lookback, const Mask& dead, const Mask& lookback_dead) {
+    require(tokens.ndim() == 1 && starts.ndim() == 1 && starts.size() >= 1 && lookback.ndim() == 2, "windows");
+    require(lookback.shape(0) == starts.size() - 1 && lookback.shape(1) >= plan.view().order_max - 1, "lookback");
+    require(starts.data()[starts.size() - 1] == tokens.size(), "starts");
+    require(!dead || dead->size() == tokens.size(), "dead");
+    require(!lookback_dead || lookback_dead->size() == lookback.size(), "lookback_dead");
+    return {tokens.data(), tokens.size(), starts.data(), lookback.shape(0), lookback.data(), lookback.shape(1),
+            dead ? dead->data() : nullptr, lookback_dead ? lookback_dead->data() : nullptr};
+}
+
+bool row_ids(const Plan& plan, const Array<int64_t>& tokens, const Array<int32_t>& starts, const Array<int64_t>& lookback,
+             const Mask& dead, const Mask& lookback_dead, Array<int64_t>& out) {
+    const tk::WindowsView windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
+    require(out.size() == tokens.size() * plan.columns(), "out");
+    int64_t* const rows = out.mutable_data();
+    const py::gil_scoped_release released;
+    if (!tk::tokens_in_range(plan.view(), windows)) return false;
+    tk::hash_rows(plan.view(), windows, 0, windows.token_count, rows);
+    return true;
+}
+
+int64_t gather_rows(const Array<uint8_t>& table, const Array<int64_t>& rows, Array<uint8_t>& out) {
+    require(table.ndim() == 2 && out.size() == rows.size() * table.shape(1), "table, rows, out");
+    const auto* const source = reinterpret_cast<const std::byte*>(table.data());
+    const int64_t* const ids = rows.data();
+    auto* const target = reinterpret_cast<std::byte*>(out.mutable_data());
+    const int64_t count = rows.size();
+    const int64_t row_count = table.shape(0);
+    const int64_t row_bytes = table.shape(1);
+    const py::gil_scoped_release released;
+    const int64_t bad = tk::first_out_of_range(ids, count, row_count);
+    if (bad < 0) tk::gather(source, row_bytes, ids, count, target);
+    return bad;
+}
+
+bool lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>& tokens, const Array<int32_t>& starts,
+            const Array<int64_t>& lookback, const Mask& dead, const Mask& lookback_dead, Array<uint8_t>& out) {
+    const tk::WindowsView windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
+    require(table.ndim() == 2 && table.shape(0) >= plan.rows_hashed(), "table");
+    require(out.size() == tokens.size() * plan.columns() * table.shape(1), "out");
+    const auto* const source = reinterpret_cast<const std::byte*>(table.data());
+    auto* const target = reinterpret_cast<std::byte*>(out.mutable_data());
+    const int64_t row_bytes = table.shape(1);
+    const py::gil_scoped_release released;
+    if (!tk::tokens_in_range(plan.view(), windows)) return false;
+    tk::lookup(plan.view(), windows, 0, windows.token_count, source, row_bytes, target);
+    return true;
+}
+
+uint32_t crc32c(const Array<uint8_t>& data, uint32_t crc) {
+    const auto* const bytes = reinterpret_cast<const std::byte*>(data.data());
+    const auto size = static_cast<size_t>(data.size());
+    const py::gil_scoped_release released;
+    return tk::crc32c(crc, bytes, size);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+    py::class_<Plan>(module, "Plan")
+        .def(py::init<int, const Array<int32_t>&, int, const Array<uint64_t>&, const Array<int64_t>&, const Array<int64_t>&, int64_t,
+                      int64_t, std::optional<Array<int32_t>>, int64_t>());
+    // noconvert: an array of another dtype or layout is refused, never copied behind the caller's back
+    const auto exact = [](const char* name) { return py::arg(name).noconvert(); };
+    module.def("row_ids", &row_ids, py::arg("plan"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
+               exact("lookback_dead"), exact("out"));
+    module.def("gather_rows", &gather_rows, exact("table"), exact("rows"), exact("out"));
+    module.def("lookup", &lookup, py::arg("plan"), exact("table"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
+               exact("lookback_dead"), exact("out"));
+    module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
+}

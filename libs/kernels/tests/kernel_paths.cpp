@@ -1,0 +1,125 @@
+// Every copy of the leaf loops that this CPU can run gives the same results, within exactly sized heap arrays.
+// Built with the address and undefined-behaviour sanitizers by test_kernels_paths.py; prints what it ran, exits 1 at the first difference.
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "../include/treadle/kernels/crc32c.hpp"
+#include "../include/treadle/kernels/lookup.hpp"
+
+using namespace treadle::kernels;
+
+namespace {
+
+std::mt19937_64 random_words(1);
+
+void require(bool condition, const char* what) {
+    if (condition) return;
+    std::printf("different: %s\n", what);
+    std::exit(1);
+}
+
+struct Step {
+    std::vector<int64_t> tokens, lookback;
+    std::vector<int32_t> starts{0};
+    std::vector<char> dead, lookback_dead;
+    int64_t columns;
+
+    Step(int64_t requests, int64_t depth, int64_t vocabulary) : columns(depth) {
+        for (int64_t r = 0; r < requests; ++r) starts.push_back(starts.back() + static_cast<int32_t>(random_words() % 7));
+        for (int32_t i = 0; i < starts.back(); ++i) tokens.push_back(static_cast<int64_t>(random_words() % static_cast<uint64_t>(vocabulary)));
+        for (int64_t i = 0; i < requests * depth; ++i) lookback.push_back(static_cast<int64_t>(random_words() % static_cast<uint64_t>(vocabulary + 1)) - 1);
+        for (size_t i = 0; i < tokens.size(); ++i) dead.push_back(random_words() % 8 == 0);
+        for (size_t i = 0; i < lookback.size(); ++i) lookback_dead.push_back(random_words() % 8 == 0);
+    }
+    WindowsView view(bool masks) const {
+        const auto marks = [&](const std::vector<char>& mask) { return masks ? reinterpret_cast<const bool*>(mask.data()) : nullptr; };
+        return {tokens.data(), static_cast<int64_t>(tokens.size()), starts.data(), static_cast<int64_t>(starts.size()) - 1, lookback.data(), columns,
+                marks(dead), marks(lookback_dead)};
+    }
+};
+
+void compare_hashes(std::vector<int32_t> orders, int heads, int64_t smallest_prime, Family family) {
+    const int columns = static_cast<int>(orders.size()) * heads;
+    std::vector<uint64_t> multipliers(static_cast<size_t>(orders.back()));
+    for (auto& multiplier : multipliers) multiplier = (random_words() >> 12) | 1;  // below 2^52: with ids below 2^11 products stay below 2^63
+    std::vector<int64_t> primes(static_cast<size_t>(columns)), offsets(primes.size());
+    for (auto& prime : primes) prime = smallest_prime + static_cast<int64_t>(random_words() % 1000);
+    std::exclusive_scan(primes.begin(), primes.end(), offsets.begin(), int64_t{0});
+    std::vector<int32_t> token_map(2000);
+    for (auto& id : token_map) id = static_cast<int32_t>(random_words() % 2000);
+    const HashPlanView plan{family, orders.back(), static_cast<int>(orders.size()), orders.data(), heads, multipliers.data(), primes.data(), offsets.data(), 5, 5,
+                            family == Family::qwen_ple ? nullptr : token_map.data(), 2000};
+    const Step step(60, orders.back() - 1, 2000);
+    for (const bool masks : {false, true}) {
+        const WindowsView windows = step.view(masks);
+        require(tokens_in_range(plan, windows), "tokens_in_range");
+        const auto hashed = [&](auto&& hash, int64_t first, int64_t last) {
+            std::vector<int64_t> rows(static_cast<size_t>((last - first) * columns));
+            hash(plan, windows, first, last, rows.data());
+            return rows;
+        };
+        const std::vector<int64_t> expected = hashed(detail::hash_plain, 0, windows.token_count);
+        require(hashed(hash_rows, 0, windows.token_count) == expected, "hash_rows");
+        if (detail::fits_vector(plan)) {
+            require(hashed(detail::hash_baseline, 0, windows.token_count) == expected, "hash_baseline");
+            if (detail::cpu_has_avx2()) require(hashed(detail::hash_avx2, 0, windows.token_count) == expected, "hash_avx2");
+            if (detail::cpu_has_avx512()) require(hashed(detail::hash_avx512, 0, windows.token_count) == expected, "hash_avx512");
+        }
+        for (int64_t first = 0; first < windows.token_count; first += 3) {  // a range may begin anywhere inside a request
+            const int64_t last = std::min(windows.token_count, first + 5);
+            const std::vector<int64_t> part(expected.begin() + first * columns, expected.begin() + last * columns);
+            require(hashed(hash_rows, first, last) == part, "hash_rows of a range");
+        }
+    }
+}
+
+void compare_gathers(int64_t row_bytes) {
+    const int64_t table_rows = 37;
+    std::vector<std::byte> table(static_cast<size_t>(table_rows * row_bytes));
+    for (auto& byte : table) byte = static_cast<std::byte>(random_words());
+    for (const int64_t count : {0, 1, 16, 17, 50}) {
+        std::vector<int64_t> rows(static_cast<size_t>(count));
+        for (auto& row : rows) row = static_cast<int64_t>(random_words() % static_cast<uint64_t>(table_rows));
+        if (count != 0) rows.back() = table_rows - 1;
+        require(first_out_of_range(rows.data(), count, table_rows) == -1, "first_out_of_range");
+        std::vector<std::byte> out(static_cast<size_t>(count * row_bytes));
+        gather(table.data(), row_bytes, rows.data(), count, out.data());
+        for (int64_t i = 0; i < count; ++i) {
+            const auto* row = table.data() + rows[static_cast<size_t>(i)] * row_bytes;
+            require(std::equal(row, row + row_bytes, out.data() + i * row_bytes), "gather");
+        }
+    }
+}
+
+void compare_checksums() {
+    std::vector<std::byte> data(40'000);
+    for (auto& byte : data) byte = static_cast<std::byte>(random_words());
+    for (size_t size = 0; size <= data.size(); size = size < 100 ? size + 1 : size * 3 / 2) {
+        const auto* end = data.data() + data.size();
+        const uint32_t expected = ~detail::crc_by_table(~7u, end - size, size);
+        require(crc32c(7, end - size, size) == expected, "crc32c");
+    }
+}
+
+}  // namespace
+
+int main() {
+    for (const Family family : {Family::demo, Family::deepseek_v41, Family::qwen_ple}) {
+        for (const int64_t prime : {int64_t{2}, detail::PRIME_MIN_VECTOR, int64_t{20'000'003}, int64_t{1} << 40}) {
+            compare_hashes({2, 3}, 8, prime, family);
+            compare_hashes({2, 3, 4}, 8, prime, family);
+            compare_hashes({1}, 1, prime, family);
+            compare_hashes({1, 5, 16}, 11, prime, family);
+            compare_hashes({1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, 17, prime, family);  // the most groups of heads
+            compare_hashes({16}, 256, prime, family);
+        }
+    }
+    for (int64_t row_bytes = 16; row_bytes <= 4096; row_bytes += row_bytes < 400 ? 1 : 97) compare_gathers(row_bytes);
+    compare_gathers(4096);
+    compare_checksums();
+    std::printf("same: plain baseline%s%s%s\n", detail::cpu_has_avx2() ? " avx2" : "", detail::cpu_has_avx512() ? " avx512" : "",
+                detail::cpu_has_crc32c() ? " crc32" : "");
+}

@@ -1,0 +1,40 @@
+"""Leaf kernels: n-gram hash, gather, fused lookup, CRC32C; native where the extension was built, numpy elsewhere.
+
+Owns loops over arrays and segment files (`treadle.kernels.segment`). No threads, no sockets, no knowledge of services.
+`TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Literal
+
+from treadle.contract import InvalidArgument
+from treadle.kernels.hash_plan import HashPlan
+
+__all__ = ["IMPLEMENTATION", "HashPlan", "crc32c", "gather_rows", "lookup", "row_ids"]
+
+
+def _chosen() -> Literal["native", "numpy"]:
+    asked = os.environ.get("TREADLE_KERNELS", "")
+    if asked not in ("", "native", "numpy"):
+        raise InvalidArgument(f"TREADLE_KERNELS: native or numpy, got {asked!r}")
+    if asked == "numpy":
+        return "numpy"
+    try:
+        from treadle.kernels import _native  # noqa: F401 - only whether it is there
+    except ImportError as error:
+        if asked == "native":
+            raise ImportError(
+                "TREADLE_KERNELS=native: the extension was not built; install treadle-kernels with a C++20 compiler"
+            ) from error
+        return "numpy"
+    return "native"
+
+
+IMPLEMENTATION: Literal["native", "numpy"] = _chosen()
+
+if TYPE_CHECKING or IMPLEMENTATION == "numpy":
+    from treadle.kernels.reference import crc32c, gather_rows, lookup, row_ids
+else:
+    from treadle.kernels.native import crc32c, gather_rows, lookup, row_ids

@@ -1,0 +1,49 @@
+"""The extension module: leaf loops behind thin bindings. Use treadle.kernels; these trust their arguments' values."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Plan:
+    """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
+
+    def __init__(
+        self,
+        family: int,
+        orders: NDArray[np.int32],
+        heads: int,
+        multipliers: NDArray[np.uint64],
+        primes: NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        pad: int,
+        eos: int,
+        token_map: NDArray[np.int32] | None,
+        token_limit: int,
+    ) -> None: ...
+
+def row_ids(
+    plan: Plan,
+    tokens: NDArray[np.int64],
+    starts: NDArray[np.int32],
+    lookback: NDArray[np.int64],
+    dead: NDArray[np.bool_] | None,
+    lookback_dead: NDArray[np.bool_] | None,
+    out: NDArray[np.int64],
+) -> bool:
+    """False, with `out` untouched, if a token id is out of range."""
+
+def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
+    """-1, or with `out` untouched the flat position of the first id out of range."""
+
+def lookup(
+    plan: Plan,
+    table: NDArray[np.uint8],
+    tokens: NDArray[np.int64],
+    starts: NDArray[np.int32],
+    lookback: NDArray[np.int64],
+    dead: NDArray[np.bool_] | None,
+    lookback_dead: NDArray[np.bool_] | None,
+    out: NDArray[np.uint8],
+) -> bool:
+    """False, with `out` untouched, if a token id is out of range."""
+
+def crc32c(data: NDArray[np.uint8], crc: int) -> int: ...

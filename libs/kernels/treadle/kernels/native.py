@@ -1,0 +1,65 @@
+"""The kernels in C++: the same functions as `reference`, faster, and with the GIL dropped while they run.
+
+Owns the step from checked arrays to the extension module. Docstrings with shapes and errors stand in `reference`.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.contract import Family, Windows
+from treadle.kernels import _native, arguments
+from treadle.kernels.crc_reference import BytesLike, flat_bytes
+from treadle.kernels.hash_plan import HashPlan
+
+__all__ = ["crc32c", "gather_rows", "lookup", "row_ids"]
+
+_FAMILY = {Family.DEMO: 0, Family.DEEPSEEK_V41: 1, Family.QWEN_PLE: 2}  # the header's enum
+_plans: WeakKeyDictionary[HashPlan, _native.Plan] = WeakKeyDictionary()
+
+
+def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """Row ids [T, C] int64 of every token; see `reference.row_ids`."""
+    arguments.check_windows(plan, windows)
+    out = arguments.row_ids_out(plan, windows, out)
+    if not _native.row_ids(
+        _native_plan(plan), windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
+    ):
+        arguments.check_tokens(plan, windows)  # finds it again and names it
+    return out
+
+
+def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+    """Copy table[rows] into out; see `reference.gather_rows`."""
+    arguments.check_gather_shapes(table, rows, out)
+    bad = _native.gather_rows(table, rows, out)
+    if bad >= 0:
+        raise arguments.row_out_of_range(rows, bad, table.shape[0])
+
+
+def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
+    """Hash and gather in one pass; see `reference.lookup`."""
+    arguments.check_lookup_shapes(plan, table, windows, out)
+    if not _native.lookup(
+        _native_plan(plan), table, windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
+    ):
+        arguments.check_tokens(plan, windows)  # finds it again and names it
+
+
+def crc32c(data: BytesLike, crc: int = 0) -> int:
+    """CRC32C of `data`, going on from `crc`; see `crc_reference.crc32c`."""
+    return _native.crc32c(flat_bytes(data, crc), crc)
+
+
+def _native_plan(plan: HashPlan) -> _native.Plan:
+    native = _plans.get(plan)
+    if native is None:
+        native = _native.Plan(
+            _FAMILY[plan.family], plan.orders, plan.heads, plan.multipliers, plan.primes, plan.offsets, plan.pad, plan.eos,
+            plan.token_map, plan.token_limit,
+        )  # fmt: skip
+        _plans[plan] = native
+    return native

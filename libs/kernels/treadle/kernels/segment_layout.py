@@ -1,0 +1,152 @@
+"""What a segment file looks like: a safetensors file whose rows begin at a 2 MiB boundary.
+
+    0         u64 length of the JSON header; the header: metadata, tensors, spaces up to 2 MiB
+    2 MiB     rows       U8  [N, row_bytes]
+              crc32c     U32 [chunks]          of each CHUNK_BYTES of the rows
+              token_map  I32 [V]               where the family has one
+              pad        U8  [...]             zeros up to a multiple of 2 MiB: hugetlbfs has whole pages only
+
+The format allows neither holes nor trailing bytes, so the tensors follow each other and `pad` is one of them. The first metadata
+entry is the *seal*: the CRC32C of the header (with eight zeros in the seal's place), the crc32c tensor and the token map. Seal and
+chunk checksums together cover every byte; `pad` is all zeros. Owns names, offsets and the header's text; reads and writes no file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from treadle.contract import DataLoss, InvalidArgument
+from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN, ROWS_MAX
+from treadle.contract.table_manifest import CHUNK_BYTES
+from treadle.kernels import crc32c
+from treadle.kernels.pages import HUGE_PAGE_BYTES
+
+SCHEMA = "treadle.segment/1"
+HEADER_BYTES = HUGE_PAGE_BYTES  # all of it: a manifest of 1 MiB fits, and readers know the size before they read
+SEAL_KEY = "treadle.crc32c"
+TOKEN_MAP_MAX = 1 << 24  # raw token ids; the largest vocabularies have some 260,000
+_LENGTH_BYTES = 8
+_BEFORE_SEAL = f'{{"__metadata__":{{"{SEAL_KEY}":"'.encode()
+_SEAL_AT = _LENGTH_BYTES + len(_BEFORE_SEAL)
+_NO_SEAL = b"00000000"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets of a segment's parts in bytes from the start of the file. Raises InvalidArgument for sizes beyond the limits."""
+
+    rows: int
+    row_bytes: int
+    token_map_size: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, low, high in (
+            ("rows", self.rows, 1, ROWS_MAX),
+            ("row_bytes", self.row_bytes, ROW_BYTES_MIN, ROW_BYTES_MAX),
+            ("token_map", self.token_map_size, 0, TOKEN_MAP_MAX),
+        ):
+            if type(value) is not int or not low <= value <= high:
+                raise InvalidArgument(f"{name}: {low} to {high}, got {value!r}")
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.rows * self.row_bytes
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of CHUNK_BYTES; the last one may be shorter."""
+        return -(-self.table_bytes // CHUNK_BYTES)
+
+    @property
+    def tail_at(self) -> int:
+        """Where the crc32c tensor begins; the token map follows it at once."""
+        return HEADER_BYTES + self.table_bytes
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of the crc32c tensor and the token map."""
+        return 4 * (self.chunks + self.token_map_size)
+
+    @property
+    def pad_at(self) -> int:
+        """Where the pad begins."""
+        return self.tail_at + self.tail_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, a multiple of 2 MiB."""
+        return -(-self.pad_at // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+    def tensors(self) -> dict[str, dict[str, Any]]:
+        """The entries of the safetensors header; offsets there count from the end of the header."""
+        parts: list[tuple[str, str, list[int], int]] = [
+            ("rows", "U8", [self.rows, self.row_bytes], self.table_bytes),
+            ("crc32c", "U32", [self.chunks], 4 * self.chunks),
+        ]
+        if self.token_map_size:
+            parts.append(("token_map", "I32", [self.token_map_size], 4 * self.token_map_size))
+        pad_bytes = self.file_bytes - self.pad_at
+        parts.append(("pad", "U8", [pad_bytes], pad_bytes))
+        entries, at = {}, 0
+        for name, dtype, shape, size in parts:
+            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        return entries
+
+
+def header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
+    """The first HEADER_BYTES of the file, not sealed yet. Raises InvalidArgument for metadata that does not fit or is no text."""
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise InvalidArgument(f"metadata: text to text, got {key!r}: {type(value).__name__}")
+    if SEAL_KEY in metadata or metadata.get("schema", SCHEMA) != SCHEMA:
+        raise InvalidArgument(f"metadata: {SEAL_KEY} is not yours to set, and schema is {SCHEMA}")
+    entries = {SEAL_KEY: _NO_SEAL.decode(), "schema": SCHEMA} | dict(metadata)
+    text = json.dumps({"__metadata__": entries} | layout.tensors(), separators=(",", ":")).encode()
+    room = HEADER_BYTES - _LENGTH_BYTES
+    if len(text) > room:
+        raise InvalidArgument(f"metadata: the header takes {len(text)} bytes with it, the limit is {room}")
+    return room.to_bytes(_LENGTH_BYTES, "little") + text.ljust(room)
+
+
+def seal_of(unsealed_header: bytes, tail: bytes) -> bytes:
+    """The seal: 8 hexadecimal digits over the header and the tail (crc32c tensor, token map)."""
+    return f"{crc32c(tail, crc32c(unsealed_header)):08x}".encode()
+
+
+def sealed(unsealed_header: bytes, seal: bytes) -> bytes:
+    """The header with `seal` in its place."""
+    return unsealed_header[:_SEAL_AT] + seal + unsealed_header[_SEAL_AT + len(_NO_SEAL) :]
+
+
+def unsealed(sealed_header: bytes) -> tuple[bytes, bytes]:
+    """The header as it was before sealing, and its seal. Raises DataLoss if this is no segment."""
+    length = int.from_bytes(sealed_header[:_LENGTH_BYTES], "little")
+    if length != HEADER_BYTES - _LENGTH_BYTES or sealed_header[_LENGTH_BYTES:_SEAL_AT] != _BEFORE_SEAL:
+        raise DataLoss("not a segment, or one that was never published: its header is missing")
+    return sealed(sealed_header, _NO_SEAL), sealed_header[_SEAL_AT : _SEAL_AT + len(_NO_SEAL)]
+
+
+def parse_header(unsealed_header: bytes) -> tuple[Layout, dict[str, str]]:
+    """Layout and metadata (without the seal). Allocates nothing by what the header claims. Raises DataLoss naming what is wrong."""
+    try:
+        end = unsealed_header.rindex(b"}") + 1  # spaces follow, covered by the seal; skipping 2 MiB of them one by one takes 4 ms
+        entries = json.loads(unsealed_header[_LENGTH_BYTES:end])
+        metadata = entries.pop("__metadata__")
+        rows, row_bytes = entries["rows"]["shape"]
+        layout = Layout(rows, row_bytes, entries["token_map"]["shape"][0] if "token_map" in entries else 0)
+    except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise DataLoss(f"the header is damaged: {error!r}") from error
+    except InvalidArgument as error:
+        raise DataLoss(f"the header is damaged: {error}") from error
+    if entries != layout.tensors():
+        raise DataLoss("the header's tensors do not fit each other")
+    if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
+        raise DataLoss("the header's metadata is no map of text to text")
+    if metadata.pop(SEAL_KEY, None) is None or metadata.get("schema") != SCHEMA:
+        raise DataLoss(f"schema: {SCHEMA} expected, got {metadata.get('schema')!r}")
+    return layout, metadata
