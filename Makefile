@@ -58,7 +58,7 @@ protos: $(VENV)/tools  ## generate protos/gen again
 	rm -rf protos/gen/treadle
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos/gen --grpc_python_out=protos/gen \
 	  --mypy_out=protos/gen --mypy_grpc_out=protos/gen $(PROTOS) 2>&1 | grep -v '^Writing' || true
-	touch $(sort $(dir $(addprefix protos/gen/,$(PROTOS))))py.typed
+	touch $(addsuffix py.typed,$(sort $(dir $(addprefix protos/gen/,$(PROTOS)))))
 
 .PHONY: protos-check
 protos-check: protos  ## fail if protos/gen is not what the protos say
