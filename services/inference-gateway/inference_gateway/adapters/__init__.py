@@ -1,0 +1,1 @@
+"""One file for each outside thing: the worker, a model folder's tokenizer and chat template, Prometheus."""

@@ -1,0 +1,84 @@
+"""Chat templates as transformers renders them, in a sandbox.
+
+Owns the Jinja environment. The behaviour to match is `render_jinja_template` in transformers' chat_template_utils.py: block
+trimming, loop controls, the `generation` tag, `tojson` without HTML escapes, `raise_exception`, `strftime_now`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from inference_gateway.domain.errors import RequestRefused
+from inference_gateway.domain.generation import Message
+from treadle.contract.errors import InvalidArgument
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises InvalidArgument if `source` is not a template."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise InvalidArgument(f"the chat template cannot be compiled: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The turns as one text, with the opening of an answer. Raises RequestRefused if the template refuses them."""
+        turns = [_as_template_sees(message) for message in messages]
+        try:
+            return self._template.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            # A template is a program of the model's author that gets strangers' data: what it stumbles on is the data.
+            raise RequestRefused(f"the model's chat template does not take these messages: {error}", param="messages") from error
+
+
+def _as_template_sees(message: Message) -> dict[str, str]:
+    turn = {"role": message.role, "content": message.content}
+    return turn if message.name is None else turn | {"name": message.name}
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what training learns from; for rendering it is just its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The nodes between the two tags."""
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

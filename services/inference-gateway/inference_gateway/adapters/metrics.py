@@ -1,0 +1,81 @@
+"""The gateway's figures in Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from inference_gateway.domain.generation import Usage
+
+_REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
+
+
+class PrometheusFigures:
+    """Fits domain.ports.Figures. One for each registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._requests = Counter(
+            "treadle_gateway_requests", "HTTP requests, by route and outcome", ["route", "outcome"], registry=registry
+        )
+        self._request_seconds = Histogram(
+            "treadle_gateway_request_seconds", "From a request to the end of its answer", ["route"],
+            registry=registry, buckets=_REQUEST_BUCKETS,
+        )  # fmt: skip
+        self._in_flight = Gauge("treadle_gateway_requests_in_flight", "HTTP requests not yet answered", registry=registry)
+        self._first_token_seconds = Histogram(
+            "treadle_gateway_time_to_first_token_seconds", "From a request to its first token",
+            registry=registry, buckets=_REQUEST_BUCKETS,
+        )  # fmt: skip
+        self._inter_token_seconds = Histogram(
+            "treadle_gateway_inter_token_seconds", "Between one token and the next", registry=registry, buckets=_TOKEN_BUCKETS
+        )
+        self._tokens = Counter("treadle_gateway_tokens", "Tokens of generations, by kind", ["kind"], registry=registry)
+        self._ignored = Counter(
+            "treadle_gateway_ignored_fields", "Fields of requests that mean nothing here", ["field"], registry=registry
+        )
+        self._degraded = Counter("treadle_gateway_degraded", "Answers made with memory missing", registry=registry)
+        self._left = Counter(
+            "treadle_gateway_client_disconnects", "Clients that left before their answer was complete", registry=registry
+        )
+
+    def request_began(self, route: str) -> None:
+        """One more in flight; `route` is counted when it ends."""
+        self._in_flight.inc()
+
+    def request_ended(self, route: str, outcome: str, seconds: float) -> None:
+        """One less in flight."""
+        self._in_flight.dec()
+        self._requests.labels(route, outcome).inc()
+        self._request_seconds.labels(route).observe(seconds)
+
+    def first_token(self, seconds: float) -> None:
+        """Observe the time to a first token."""
+        self._first_token_seconds.observe(seconds)
+
+    def tokens_came(self, count: int, seconds: float) -> None:
+        """Observe one gap for each of `count` tokens that came together."""
+        for _ in range(count):
+            self._inter_token_seconds.observe(seconds / count)
+
+    def tokens_used(self, usage: Usage) -> None:
+        """Add the tokens of one generation."""
+        self._tokens.labels("prompt").inc(usage.prompt_tokens)
+        self._tokens.labels("cached").inc(usage.cached_tokens)
+        self._tokens.labels("completion").inc(usage.completion_tokens)
+
+    def field_ignored(self, field: str) -> None:
+        """Count a field; the caller keeps the names few."""
+        self._ignored.labels(field).inc()
+
+    def answer_degraded(self) -> None:
+        """Count a degraded answer."""
+        self._degraded.inc()
+
+    def client_left(self) -> None:
+        """Count a client that left."""
+        self._left.inc()
+
+    def exposition(self) -> tuple[bytes, str]:
+        """All figures of the registry as text."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

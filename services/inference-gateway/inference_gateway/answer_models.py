@@ -1,0 +1,215 @@
+"""The JSON that goes out, in OpenAI's shapes, as typed dictionaries: nothing to check, only to name.
+
+Owns the words of answers. Filling them is answers', describing them to strangers openapi's.
+"""
+
+from __future__ import annotations
+
+from typing import (
+    Literal,
+    NotRequired,  # typing's own is not understood by pydantic before Python 3.12
+)
+
+from typing_extensions import TypedDict
+
+
+class PromptTokensDetails(TypedDict):
+    """Where the prompt's tokens came from."""
+
+    cached_tokens: int
+
+
+class UsageAnswer(TypedDict):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class MemoryAnswer(TypedDict):
+    """What one piece of memory did for the request; tickets are layers of steps it took part in."""
+
+    kind: str
+    name: str
+    version: str
+    transport: str
+    tickets: int
+    tickets_in_time: int
+    rows_missing: int
+    shadowed: bool
+
+
+class TreadleAnswer(TypedDict):
+    """What memory did for the request. `degraded`: the answer was made with memory missing."""
+
+    degraded: bool
+    memory: list[MemoryAnswer]
+
+
+class RivalLogprob(TypedDict):
+    """A token that could have stood at this place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(RivalLogprob):
+    """A token of the answer with its log-probability."""
+
+    top_logprobs: list[RivalLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """Log-probabilities of a chat answer."""
+
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class AnswerMessage(TypedDict):
+    """The answer's turn."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """The one answer."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(TypedDict):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageAnswer
+    treadle: TreadleAnswer
+
+
+class Delta(TypedDict):
+    """What a chunk adds to the answer."""
+
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    """A chunk's part of the one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatCompletionChunk(TypedDict):
+    """One event of a streamed chat answer. `usage` is there if asked for, `treadle` in the last one."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[UsageAnswer | None]
+    treadle: NotRequired[TreadleAnswer]
+
+
+class TextLogprobs(TypedDict):
+    """Log-probabilities of a completion; offsets count characters from the beginning of its text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """The one completion, or what a chunk adds to it."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(TypedDict):
+    """Answer of /v1/completions, or one event of it. In events `usage` is there if asked for, `treadle` in the last one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[UsageAnswer | None]
+    treadle: NotRequired[TreadleAnswer]
+
+
+class ModelTreadle(TypedDict):
+    """Memory that the model is served with; null: none."""
+
+    engram: str | None
+
+
+class ModelAnswer(TypedDict):
+    """A model that is served here. `max_model_len`: most tokens of prompt and answer together."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+    treadle: ModelTreadle
+
+
+class ModelList(TypedDict):
+    """Answer of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong. `param` names the field, `code` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    """Any answer that is not a success, and the event that ends a stream early."""
+
+    error: ErrorDetail
+
+
+class Health(TypedDict):
+    """The process lives."""
+
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """Whether requests would be served now, and if not, why."""
+
+    ready: bool
+    reason: NotRequired[str]
+
+
+class Version(TypedDict):
+    """Versions of the build and of the protocol between treadle's services."""
+
+    version: str
+    proto_version: str

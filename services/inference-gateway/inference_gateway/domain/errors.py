@@ -1,0 +1,44 @@
+"""What the gateway refuses by itself; everything else it meets is an error of `treadle.contract`.
+
+InvalidArgument
+└── RequestRefused         a field of the request is wrong; names it            400
+NotFound
+└── ModelNotFound          no such model here                                   404
+TreadleError
+├── BodyTooLarge           more bytes than body_bytes_max                       413
+├── BodyTooSlow            it did not arrive within body_seconds_max            408
+└── ClientLeft             nobody is there to answer
+"""
+
+from __future__ import annotations
+
+from treadle.contract.errors import InvalidArgument, NotFound, TreadleError
+
+
+class RequestRefused(InvalidArgument):
+    """A request cannot be served as it is. `param` names the field, `code` is for programs; the message is for people."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFound(NotFound):
+    """The request names a model that is not served here."""
+
+
+class BodyTooLarge(TreadleError):
+    """The body has more bytes than the gateway reads; `limit_bytes` says how many that is."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"the body may have up to {limit_bytes} bytes")
+        self.limit_bytes = limit_bytes
+
+
+class BodyTooSlow(TreadleError):
+    """The body did not arrive in time."""
+
+
+class ClientLeft(TreadleError):
+    """The connection closed before the answer was complete; the generation stops."""

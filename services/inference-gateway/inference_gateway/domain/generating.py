@@ -1,0 +1,99 @@
+"""From a wish to pieces of an answer: checks it against the model, encodes the prompt, asks the worker.
+
+Owns the order of these steps and the refusals between them. Does not know how wishes are written (request_parsing) or how
+answers are (answers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from inference_gateway.domain.errors import ModelNotFound, RequestRefused
+from inference_gateway.domain.generation import ChatPrompt, Generation, Piece, Prompt, TextPrompt, Wish
+from inference_gateway.domain.ports import InThread, Worker
+from inference_gateway.domain.served_model import ServedModel, WorkerWatch
+from treadle.contract import Deadline
+from treadle.contract.errors import Unavailable
+
+ENGRAM_OF_THE_WORKER = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A wish that can be served: by which model, and what its worker will be asked."""
+
+    model: ServedModel
+    generation: Generation
+
+
+class Generating:
+    """Serves wishes with one worker."""
+
+    def __init__(self, worker: Worker, watch: WorkerWatch, in_thread: InThread) -> None:
+        self._worker, self._watch, self._in_thread = worker, watch, in_thread
+
+    async def plan(self, wish: Wish, *, request_id: str, cache_salt: str) -> Plan:
+        """Check and encode a wish.
+
+        Raises ModelNotFound, RequestRefused (naming the field) and Unavailable (no worker).
+        """
+        model = await self._watch.confirmed()
+        if wish.model != model.name:
+            raise ModelNotFound(f"the model {wish.model[:200]!r} is not served here; {model.name!r} is")
+        if wish.memory.engram not in (None, ENGRAM_OF_THE_WORKER, model.engram_model or None):
+            raise RequestRefused(
+                f"no such Engram model here; {model.engram_model!r} is in use"
+                if model.engram_model
+                else "no Engram is in use here",
+                param="treadle.engram",
+                code="engram_not_found",
+            )
+        token_ids = await self._encode(model, wish.prompt)
+        _check_fits(model, wish, len(token_ids))
+        return Plan(model, Generation(request_id, token_ids, wish.sampling, wish.memory, cache_salt))
+
+    async def pieces(self, plan: Plan, deadline: Deadline) -> AsyncGenerator[Piece, None]:
+        """Pieces of the answer as the worker makes them. Closing the generator stops the worker.
+
+        Raises what the worker raises: InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable …
+        """
+        deadline.check(before="the generation")
+        complete = degraded = False
+        try:
+            async with aclosing(self._worker.generate(plan.generation, deadline.remaining_seconds())) as pieces:
+                async for piece in pieces:
+                    complete = complete or piece.finish_reason is not None
+                    degraded = degraded or piece.degraded
+                    yield replace(piece, degraded=degraded)  # once memory was missing, the answer stays degraded
+        except Unavailable:
+            self._watch.lost()
+            raise
+        if not complete:
+            raise Unavailable("the worker ended its stream without a last message")
+
+    async def _encode(self, model: ServedModel, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            return await self._in_thread(lambda: model.encoder.encode_chat(prompt.messages))
+        if isinstance(prompt, TextPrompt):
+            return await self._in_thread(lambda: model.encoder.encode_text(prompt.text))
+        return list(prompt.token_ids)
+
+
+def _check_fits(model: ServedModel, wish: Wish, prompt_tokens: int) -> None:
+    """Refuse a prompt that is empty, or that leaves no room for what was asked."""
+    field = "messages" if isinstance(wish.prompt, ChatPrompt) else "prompt"
+    if prompt_tokens == 0:
+        raise RequestRefused(f"'{field}': at least one token is needed", param=field)
+    limit, wanted = model.context_tokens_max, wish.sampling.tokens_max
+    if prompt_tokens + (wanted or 1) <= limit:
+        return
+    alone = prompt_tokens >= limit
+    raise RequestRefused(
+        f"this model's maximum context length is {limit} tokens; the {field} has {prompt_tokens}"
+        + (f" and {wanted} were asked for" if wanted else "")
+        + (f"; shorten the {field}" if alone else "; shorten it or ask for fewer"),
+        param=field if alone else "max_tokens",
+        code="context_length_exceeded",
+    )

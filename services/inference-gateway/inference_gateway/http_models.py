@@ -1,0 +1,136 @@
+"""The JSON that strangers send, as pydantic models: the one place where types must be checked.
+
+Owns the shape of requests: names, types, ranges. What a field means is request_parsing's. Unknown fields are kept in
+`model_extra`, so that they can be refused or counted by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from treadle.contract import Late
+from treadle.contract.policy import WAIT_SECONDS_MAX
+
+MODEL_NAME_CHARACTERS_MAX = 256
+STOP_CHARACTERS_MAX = 256  # a worker holds text back while a stop string may be beginning
+STOP_TOKENS_MAX = 64
+LOGPROBS_MAX = 20  # of rivals of a token, as far as the worker goes
+TOKEN_ID_MAX = 2**32 - 1
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+
+
+def _shape(value: Any) -> str | None:
+    """Tag of a value's shape. Tags stand in angle brackets, so that they are never taken for names of fields."""
+    if isinstance(value, str):
+        return "<text>"
+    if not isinstance(value, list | tuple):
+        return None
+    first = value[0] if value else None
+    if isinstance(first, list | tuple):
+        return "<lists of tokens>"
+    return "<tokens>" if isinstance(first, int) else "<list>"
+
+
+def _either(expected: str) -> Discriminator:
+    return Discriminator(_shape, custom_error_type="shape", custom_error_message=f"{expected} expected")
+
+
+TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
+Tokens = Annotated[tuple[TokenId, ...], Field(min_length=1, fail_fast=True)]
+StopText = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
+Stop = Annotated[
+    Annotated[StopText, Tag("<text>")] | Annotated[tuple[StopText, ...], Field(fail_fast=True), Tag("<list>")],
+    _either("a string or a list of strings"),
+]
+TextPrompts = Annotated[tuple[str, ...], Field(min_length=1, fail_fast=True)]
+TokenPrompts = Annotated[tuple[Tokens, ...], Field(min_length=1, fail_fast=True)]
+PromptField = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[TextPrompts, Tag("<list>")]
+    | Annotated[Tokens, Tag("<tokens>")]
+    | Annotated[TokenPrompts, Tag("<lists of tokens>")],
+    _either("a string or a list of token ids"),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class TextPart(_Body):
+    """Part of a message's content; text is the only kind that is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[tuple[TextPart, ...], Field(fail_fast=True), Tag("<list>")],
+    _either("a string or a list of text parts"),
+]
+
+
+class ChatMessage(_Body):
+    """One turn. `developer` is another name for `system`; only an assistant's content may be null."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content | None = None
+    name: str | None = None
+
+
+class StreamOptions(_Body):
+    """What a stream also carries."""
+
+    include_usage: bool | None = None
+
+
+class MemoryPolicyOptions(_Body):
+    """How long one layer may wait for memory, seconds, and then what; absent: the worker's setting."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait_seconds_max: float | None = Field(default=None, ge=0, le=WAIT_SECONDS_MAX)
+    late: Late | None = None
+
+
+class TreadleOptions(_Body):
+    """Everything about memory in a request. `prefix` and `session` are reserved: they must be null."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engram: str | None = Field(default=None, max_length=MODEL_NAME_CHARACTERS_MAX)
+    prefix: Any = None
+    session: Any = None
+    policy: MemoryPolicyOptions | None = None
+
+
+class _GenerationRequest(_Body):
+    model: str = Field(min_length=1, max_length=MODEL_NAME_CHARACTERS_MAX)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=SEED_MIN, le=SEED_MAX)
+    stop: Stop | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=STOP_TOKENS_MAX, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    treadle: TreadleOptions | None = None
+
+
+class ChatCompletionRequest(_GenerationRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[tuple[ChatMessage, ...], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=LOGPROBS_MAX)
+
+
+class CompletionRequest(_GenerationRequest):
+    """Body of POST /v1/completions. Without max_tokens, 16 tokens are generated."""
+
+    prompt: PromptField
+    logprobs: int | None = Field(default=None, ge=0, le=LOGPROBS_MAX)

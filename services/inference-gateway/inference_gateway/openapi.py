@@ -1,0 +1,114 @@
+"""The OpenAPI document: routes written here, schemas taken from the models of requests and answers.
+
+Owns the description alone; what it describes is checked by http_models and typed by answer_models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from inference_gateway import answer_models, http_models
+
+_Json = dict[str, Any]
+_REF = "#/components/schemas/{model}"
+_SCHEMAS = (
+    http_models.ChatCompletionRequest, http_models.CompletionRequest,
+    answer_models.ChatCompletion, answer_models.ChatCompletionChunk, answer_models.Completion,
+    answer_models.ModelList, answer_models.ModelAnswer, answer_models.ErrorAnswer,
+    answer_models.Health, answer_models.Readiness, answer_models.Version,
+)  # fmt: skip
+_GENERATION_ERRORS = {
+    "400": "The body is not JSON, a field is wrong or not supported (`param` names it), or the prompt is too long.",
+    "401": "No key, or not the right one.",
+    "404": "The model is not served here.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "502": "The worker failed.",
+    "503": "No worker is ready, or too many requests are waiting; see Retry-After.",
+    "504": "Not complete within the time limit.",
+}
+
+
+def openapi_document(version: str) -> _Json:
+    """An OpenAPI 3.1 document as JSON."""
+    _, definitions = TypeAdapter.json_schemas(
+        [(schema.__name__, "validation", TypeAdapter(schema)) for schema in _SCHEMAS], ref_template=_REF
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "treadle inference gateway",
+            "version": version,
+            "description": "OpenAI-compatible chat and completions. Fields that are not listed are ignored, unless they ask for "
+            "something that is not supported yet: then they are refused by name.",
+        },
+        "paths": _paths(),
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _paths() -> _Json:
+    key: list[_Json] = [{"key": []}, {}]  # {}: a gateway on loopback may ask for none
+    model_errors = {"401": "No key, or not the right one.", "503": "No worker was met yet."}
+    name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "/v1/chat/completions": {
+            "post": _generation("Continue a chat", "ChatCompletionRequest", "ChatCompletion", "ChatCompletionChunk")
+            | {"security": key}
+        },
+        "/v1/completions": {
+            "post": _generation("Continue a text", "CompletionRequest", "Completion", "Completion") | {"security": key}
+        },
+        "/v1/models": {"get": _look("Models that are served", "ModelList", model_errors) | {"security": key}},
+        "/v1/models/{model}": {
+            "get": _look("One model", "ModelAnswer", model_errors | {"404": "The model is not served here."})
+            | {"security": key, "parameters": [name]}
+        },
+        "/health": {"get": _look("Whether the process lives", "Health", {})},
+        "/ready": {"get": _ready()},
+        "/version": {"get": _look("Versions", "Version", {})},
+        "/metrics": {"get": _text("Figures in Prometheus's format", "text/plain")},
+        "/openapi.json": {"get": _text("This document", "application/json")},
+    }
+
+
+def _generation(summary: str, request: str, answer: str, chunk: str) -> _Json:
+    told = "The whole answer, or with `stream` events: `data: <chunk>`, at the end `data: [DONE]`."
+    content = _content(answer) | {"text/event-stream": {"schema": _ref(chunk)}}
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": _content(request)},
+        "responses": {"200": {"description": told, "content": content}, **_errors(_GENERATION_ERRORS)},
+    }
+
+
+def _look(summary: str, answer: str, errors: Mapping[str, str]) -> _Json:
+    return {"summary": summary, "responses": {"200": {"description": summary, "content": _content(answer)}, **_errors(errors)}}
+
+
+def _ready() -> _Json:
+    looked = _look("Whether a request would be served now", "Readiness", {})
+    looked["responses"]["503"] = {"description": "It would not; the reason says why.", "content": _content("Readiness")}
+    return looked
+
+
+def _text(summary: str, media_type: str) -> _Json:
+    return {"summary": summary, "responses": {"200": {"description": summary, "content": {media_type: {}}}}}
+
+
+def _errors(descriptions: Mapping[str, str]) -> _Json:
+    return {status: {"description": text, "content": _content("ErrorAnswer")} for status, text in descriptions.items()}
+
+
+def _content(schema: str) -> _Json:
+    return {"application/json": {"schema": _ref(schema)}}
+
+
+def _ref(schema: str) -> _Json:
+    return {"$ref": _REF.format(model=schema)}

@@ -1,0 +1,217 @@
+"""Limits on how many requests there are and how long they live, the drain, and following the worker, without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_gateway.domain.errors import ClientLeft
+from inference_gateway.domain.generating import Generating
+from inference_gateway.domain.generation import (
+    ChatPrompt,
+    FinishReason,
+    Generation,
+    Message,
+    Piece,
+    Sampling,
+    Wish,
+    WorkerStatus,
+)
+from inference_gateway.domain.lifetime import Admission
+from inference_gateway.domain.served_model import WorkerWatch
+from treadle.contract import Deadline
+from treadle.contract.errors import DeadlineExceeded, NotFound, ResourceExhausted, TreadleError, Unavailable
+
+WISH = Wish("m", ChatPrompt((Message("user", "hi"),)), Sampling())
+
+
+async def test_a_request_ends_at_its_deadline() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"0\.01 seconds"):
+        async with Admission(1).admit(0.01):
+            await asyncio.Event().wait()
+
+
+async def test_a_request_ends_with_the_reason_that_it_is_given_and_only_the_first() -> None:
+    async def request() -> None:
+        async with Admission(1).admit(10) as lifetime:
+            lifetime.end(ClientLeft("first"))
+            lifetime.end(Unavailable("second"))
+            await asyncio.Event().wait()
+
+    with pytest.raises(ClientLeft):
+        await request()
+
+
+async def test_an_end_that_comes_after_the_request_changes_nothing() -> None:
+    async with Admission(1).admit(10) as lifetime:
+        pass
+    lifetime.end(ClientLeft("late"))
+    await asyncio.sleep(0)
+
+
+async def test_a_time_limit_of_the_work_itself_is_not_taken_for_the_deadline() -> None:
+    with pytest.raises(TimeoutError):
+        async with Admission(1).admit(10):
+            raise TimeoutError
+
+
+async def test_a_place_is_free_again_after_any_end() -> None:
+    admission = Admission(1)
+
+    async def request() -> None:
+        async with admission.admit(10):
+            with pytest.raises(ResourceExhausted, match="calls_max"):
+                await admission.admit(10).__aenter__()
+            raise ValueError("bug")
+
+    with pytest.raises(ValueError, match="bug"):
+        await request()
+    assert admission.in_progress == 0
+    async with admission.admit(10):
+        assert admission.in_progress == 1
+
+
+async def test_a_drain_waits_for_who_is_inside_and_lets_nobody_in() -> None:
+    admission, inside = Admission(2), asyncio.Event()
+
+    async def stay() -> str:
+        async with admission.admit(10):
+            await inside.wait()
+            return "done"
+
+    request = asyncio.create_task(stay())
+    await asyncio.sleep(0)
+    drain = asyncio.create_task(admission.drain(10))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable, match="stopping"):
+        async with admission.admit(10):
+            pass
+    inside.set()
+    assert await drain == 0
+    assert await request == "done"
+
+
+class Ids:
+    """A prompt encoder: an id for each letter."""
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        return [ord(letter) for message in messages for letter in message.content]
+
+    def encode_text(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+class FakeWorker:
+    """A worker that says what the test lets it say."""
+
+    def __init__(self) -> None:
+        self.model = "m"
+        self.fails: list[TreadleError] = [Unavailable("away")]
+        self.polls = 0
+
+    async def status(self, timeout_seconds: float) -> WorkerStatus:
+        self.polls += 1
+        if self.fails:
+            raise self.fails[0]
+        return WorkerStatus(self.model, Path("/m"), self.model, 8, "", False, "0", 1)
+
+    async def generate(self, generation: Generation, timeout_seconds: float) -> AsyncGenerator[Piece, None]:
+        if self.fails:
+            raise self.fails[0]
+        yield Piece(token_ids=(1,), text="a", degraded=True)
+        yield Piece(finish_reason=FinishReason.STOP)
+
+
+async def in_thread(work: Callable[[], Any], /) -> Any:
+    return work()
+
+
+def watch_of(worker: FakeWorker, opened: list[str] | None = None) -> WorkerWatch:
+    def source(folder: Path, tokenizer_digest: str) -> Ids:
+        if tokenizer_digest == "broken":
+            raise NotFound("no tokenizer.json")
+        if opened is not None:
+            opened.append(tokenizer_digest)
+        return Ids()
+
+    return WorkerWatch(worker, source, in_thread, interval_seconds=60)
+
+
+async def test_a_worker_that_was_away_is_confirmed_by_the_request_that_needs_it() -> None:
+    worker = FakeWorker()
+    watch = watch_of(worker)
+    polling = asyncio.create_task(watch.run())
+    try:
+        with pytest.raises(Unavailable, match="away"):
+            await watch.confirmed()
+        worker.fails.clear()
+        assert (await watch.confirmed()).name == "m"
+        polls = worker.polls
+        assert (await watch.confirmed()).name == "m"
+        assert worker.polls == polls  # a worker that answers is not asked before every request
+    finally:
+        polling.cancel()
+
+
+async def test_a_lost_worker_is_asked_what_it_runs_before_the_next_prompt_is_encoded() -> None:
+    worker, opened = FakeWorker(), list[str]()
+    watch = watch_of(worker, opened)
+    polling = asyncio.create_task(watch.run())
+    generating = Generating(worker, watch, in_thread)
+    try:
+        worker.fails.clear()
+        plan = await generating.plan(WISH, request_id="r", cache_salt="")
+        worker.fails.append(Unavailable("away"))
+        with pytest.raises(Unavailable):
+            _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
+        worker.fails.clear()
+        worker.model = "another"
+        with pytest.raises(NotFound, match="another"):
+            await generating.plan(WISH, request_id="r", cache_salt="")
+        assert opened == ["m", "another"]
+    finally:
+        polling.cancel()
+
+
+async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served_with_the_old_one() -> None:
+    worker = FakeWorker()
+    worker.fails.clear()
+    watch = watch_of(worker)
+    await watch.poll()
+    worker.model = "broken"
+    await watch.poll()
+    assert watch.not_ready_because() == "no tokenizer.json"
+    with pytest.raises(Unavailable):
+        await watch.confirmed()
+    worker.model = "m"
+    await watch.poll()
+    assert watch.not_ready_because() is None
+
+
+async def test_the_poll_outlives_an_error_that_nobody_thought_of() -> None:
+    worker = FakeWorker()
+    worker.fails = [TreadleError("odd"), *worker.fails]
+    watch = watch_of(worker)
+    await watch.poll()
+    assert watch.not_ready_because() == "odd"
+    worker.fails.clear()
+    worker.model = None  # type: ignore[assignment]
+    await watch.poll()
+    worker.model = "m"
+    await watch.poll()
+    assert watch.not_ready_because() is None
+
+
+async def test_an_answer_stays_degraded_once_memory_was_missing() -> None:
+    worker = FakeWorker()
+    worker.fails.clear()
+    watch = watch_of(worker)
+    await watch.poll()
+    generating = Generating(worker, watch, in_thread)
+    plan = await generating.plan(WISH, request_id="r", cache_salt="")
+    pieces = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
+    assert [piece.degraded for piece in pieces] == [True, True]
