@@ -73,9 +73,17 @@ class Endpoint:
             raise from_rpc(error, self.address) from error
 
     def stream(self, method: Callable[..., Iterator[Response]], request: object, timeout_seconds: float) -> Iterator[Response]:
-        """Make a call whose answer streams; errors as in `call`, at the item where they happen."""
+        """Make a call whose answer streams; errors as in `call`, at the item where they happen. Closing it cancels the call."""
+        call = method(request, timeout=timeout_seconds, metadata=self.metadata)
         try:
-            yield from method(request, timeout=timeout_seconds, metadata=self.metadata)
+            yield from self.answers_of(call)
+        finally:
+            call.cancel()  # type: ignore[attr-defined]  # the stubs call it an iterator
+
+    def answers_of(self, call: Iterator[Response]) -> Iterator[Response]:
+        """What a call in progress streams; errors as in `call`. For callers that want to cancel it from another thread."""
+        try:
+            yield from call
         except grpc.RpcError as error:
             raise from_rpc(error, self.address) from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -38,14 +38,14 @@ class RpcSource:
         """See RowSource."""
         request = pb.GatherRequest(ref=self._ref, layer=layer, rows=rows.astype("<i8", copy=False).tobytes())
         answers = self._endpoint.stream(self._stub.Gather, request, self._endpoint.timeout_seconds)
-        _fill(out, (answer.data for answer in answers), None)
+        _fill_array(out, (answer.data for answer in answers))
 
     def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
         """See RowSource."""
         request = pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
         answers = self._endpoint.stream(self._stub.Lookup, request, self._endpoint.timeout_seconds)
-        for layer, pieces in _by_layer(answers):
-            _fill(outs[layer], pieces, None)
+        for layer, pieces in _by_layer(answers, layers):
+            _fill_array(outs[layer], pieces)
 
     def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
         """See RowSource. Layers travel in the order of their deadlines."""
@@ -81,7 +81,9 @@ class _LookupCall:
     def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest) -> None:
         self._endpoint, self._stub, self._request = endpoint, stub, request
         self._until = Deadline.after(WAIT_SECONDS_MAX)
+        self._wanted, self._lock = len(request.layers), threading.Lock()
         self._abandoned = threading.Event()
+        self._live: Callable[[], object] = _nothing_to_cancel
 
     def run(self, tickets: Mapping[int, _RpcTicket]) -> None:
         failure: TreadleError = Unavailable("the lookup was abandoned")
@@ -100,22 +102,37 @@ class _LookupCall:
         for ticket in tickets.values():
             ticket.fail(failure)
 
-    def abandon(self) -> None:
-        self._abandoned.set()
+    def leave(self) -> None:
+        """One layer is no longer wanted; with the last one the call is over."""
+        with self._lock:
+            self._wanted -= 1
+            if self._wanted > 0:
+                return
+            self._abandoned.set()
+            self._live()
 
     def _try(self, tickets: Mapping[int, _RpcTicket]) -> None:
-        answers = self._endpoint.stream(self._stub.Lookup, self._request, max(0.001, self._until.remaining_seconds()))
-        for layer, pieces in _by_layer(answers):
-            tickets[layer].fill(pieces)
+        call = self._stub.Lookup(
+            self._request, timeout=max(0.001, self._until.remaining_seconds()), metadata=self._endpoint.metadata
+        )
+        with self._lock:
+            self._live = call.cancel
+            if self._abandoned.is_set():
+                call.cancel()
+        for layer, pieces in _by_layer(self._endpoint.answers_of(call), tickets):
+            ticket = tickets[layer]
+            ticket.started()
+            _fill(ticket.rows_shape, pieces, ticket.take)
+            ticket.filled()
 
 
 class _RpcTicket:
-    """One layer of a Lookup in flight."""
+    """One layer of a Lookup in flight. Once it has ended, `out` is the caller's again and nothing is written to it."""
 
     def __init__(self, call: _LookupCall, deadline: Deadline, out: Rows) -> None:
         self.deadline, self.submitted_ns, self.started_ns, self.finished_ns = deadline, time.monotonic_ns(), 0, 0
-        self._call, self._out = call, out
-        self._came = np.zeros(out.shape[0] * out.shape[1], dtype=np.bool_)
+        self._call, self._flat = call, out.reshape(-1, out.shape[2])
+        self._came = np.zeros(len(self._flat), dtype=np.bool_)
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._cancelled, self._descriptor = False, -1
         self._failure: TreadleError | None = None
@@ -124,21 +141,26 @@ class _RpcTicket:
     def done(self) -> bool:
         return self.finished_ns > 0
 
-    def fill(self, pieces: Iterator[bytes]) -> None:
+    @property
+    def rows_shape(self) -> tuple[int, int]:
+        return len(self._flat), self._flat.shape[1]
+
+    def started(self) -> None:
         self.started_ns = self.started_ns or time.monotonic_ns()
-        if not _fill(self._out, pieces, self):
+
+    def take(self, start: int, piece: NDArray[np.uint8]) -> None:
+        """Copy rows from `start` on into `out`, unless the ticket has ended; the lock keeps a canceller out meanwhile."""
+        with self._lock:
+            if not self._cancelled and not self._ended.is_set():
+                self._flat[start : start + len(piece)] = piece
+                self._came[start : start + len(piece)] = True
+
+    def filled(self) -> None:
+        if self._cancelled or self._ended.is_set():
             return
         self.finished_ns = time.monotonic_ns()
         self._end()
-
-    def take(self, start: int, piece: NDArray[np.uint8]) -> bool:
-        """Copy rows from `start` on into `out` unless cancelled; the lock keeps a canceller out meanwhile."""
-        with self._lock:
-            if self._cancelled:
-                return False
-            self._out.reshape(-1, self._out.shape[2])[start : start + len(piece)] = piece
-            self._came[start : start + len(piece)] = True
-            return True
+        self._call.leave()
 
     def fail(self, failure: TreadleError) -> None:
         if not self._ended.is_set():
@@ -153,8 +175,9 @@ class _RpcTicket:
 
     def cancel(self) -> NDArray[np.bool_]:
         with self._lock:
-            self._cancelled = True
-        self._call.abandon()
+            first, self._cancelled = not self._cancelled, True
+        if first and not self.done:
+            self._call.leave()
         return self._came
 
     def fileno(self) -> int:
@@ -176,13 +199,18 @@ class _RpcTicket:
                 os.eventfd_write(self._descriptor, 1)
 
 
-def _by_layer(answers: Iterator[pb.LookupResponse]) -> Iterator[tuple[int, Iterator[bytes]]]:
-    """Group a stream of pieces, which come layer after layer."""
-    first = next(answers, None)
+def _by_layer(answers: Iterator[pb.LookupResponse], wanted: Collection[int]) -> Iterator[tuple[int, Iterator[bytes]]]:
+    """Group a stream of pieces, which come layer after layer. Raises DataLoss for a layer that is not wanted, or is left out."""
+    left, first = set(wanted), next(answers, None)
     while first is not None:
+        if first.layer not in left:
+            raise DataLoss(f"the pool sent layer {first.layer}; still to come were {sorted(left)}")
+        left.remove(first.layer)
         group = _Group(first, answers)
         yield first.layer, iter(group)
         first = group.following
+    if left:
+        raise DataLoss(f"the pool left out layers {sorted(left)}")
 
 
 class _Group:
@@ -201,19 +229,28 @@ class _Group:
             yield answer.data
 
 
-def _fill(out: Rows, pieces: Iterator[bytes], ticket: _RpcTicket | None) -> bool:
-    """Copy whole rows from `pieces` into `out`, in order. False if the ticket was cancelled. Raises DataLoss if short or long."""
-    flat, row_bytes, done = out.reshape(-1, out.shape[-1]), out.shape[-1], 0
+def _fill(shape: tuple[int, int], pieces: Iterator[bytes], take: Callable[[int, NDArray[np.uint8]], None]) -> None:
+    """Hand over rows piece by piece, in order: shape [rows, row_bytes] in all. Raises DataLoss if they are too few, too many or torn."""
+    count, row_bytes = shape
+    done = 0
     for data in pieces:
-        piece = np.frombuffer(data, dtype=np.uint8)
-        if len(piece) % row_bytes or done + len(piece) // row_bytes > len(flat):
-            raise DataLoss(f"the pool sent {len(piece)} bytes after {done} of {len(flat)} rows of {row_bytes}")
-        piece = piece.reshape(-1, row_bytes)
-        if ticket is None:
-            flat[done : done + len(piece)] = piece
-        elif not ticket.take(done, piece):
-            return False
+        if len(data) % row_bytes or done + len(data) // row_bytes > count:
+            raise DataLoss(f"the pool sent {len(data)} bytes after {done} of {count} rows of {row_bytes}")
+        piece = np.frombuffer(data, dtype=np.uint8).reshape(-1, row_bytes)
+        take(done, piece)
         done += len(piece)
-    if done != len(flat):
-        raise DataLoss(f"the pool sent {done} of {len(flat)} rows")
-    return True
+    if done != count:
+        raise DataLoss(f"the pool sent {done} of {count} rows")
+
+
+def _fill_array(out: Rows, pieces: Iterator[bytes]) -> None:
+    flat = out.reshape(-1, out.shape[-1])
+
+    def take(start: int, piece: NDArray[np.uint8]) -> None:
+        flat[start : start + len(piece)] = piece
+
+    _fill((len(flat), flat.shape[1]), pieces, take)
+
+
+def _nothing_to_cancel() -> object:
+    return None
