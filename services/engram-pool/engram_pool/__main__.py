@@ -1,0 +1,91 @@
+"""The engram-pool process: the one file that knows all its parts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
+from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.domain.compute import Compute
+from engram_pool.domain.gathering import Gathering
+from engram_pool.domain.loading import Loader
+from engram_pool.domain.pool import Pool
+from engram_pool.server import STATUS, EngramPoolServer, register
+from engram_pool.settings import Settings, VerifyOnStart
+from treadle.chassis import log
+from treadle.chassis.server import run_service
+from treadle.chassis.settings import WrongSetting, load_settings
+from treadle.contract import InvalidArgument, TreadleError
+
+PROGRAM = "treadle-engram-pool"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal. Exit code 2 for a wrong setting, 1 if the pool cannot start, each with one line."""
+    settings = load_settings(Settings, area="ENGRAM", program=PROGRAM, argv=argv)
+    log.configure(settings.log_level, settings.log_format)
+    try:
+        return asyncio.run(serve(settings))
+    except KeyboardInterrupt:  # before it served; afterwards SIGINT drains
+        return 130
+    except (TreadleError, OSError) as error:
+        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        return 2 if isinstance(error, WrongSetting | InvalidArgument) else 1
+
+
+async def serve(settings: Settings) -> int:
+    """Take in what is on disk, serve, and stop. Raises TreadleError if it cannot start."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    compute = Compute(settings.compute_threads)
+    pool, server = _put_together(settings, registry, compute)
+    served = False  # a pool that never served deletes nothing
+    try:
+        await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        reaper = asyncio.create_task(pool.reap_forever(settings.reap_interval_seconds))
+        try:
+            code = await run_service(
+                "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
+                build_version=build_version(), on_drain=pool.drain,
+            )  # fmt: skip
+            served = True
+            return code
+        finally:
+            reaper.cancel()
+            with suppress(asyncio.CancelledError):
+                await reaper
+    finally:
+        await pool.stop(keep_segments=settings.keep_segments or not served)
+        compute.close()
+
+
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer]:
+    meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    pool = Pool(store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max)
+    loader = Loader(pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir))
+    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    meters.observe(pool)
+    return pool, EngramPoolServer(
+        pool, loader, gathering, segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
+    )  # fmt: skip
+
+
+def build_version() -> str:
+    """Version of the installed package; 0+source where it runs from its source."""
+    try:
+        return version(PROGRAM)
+    except PackageNotFoundError:
+        return "0+source"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

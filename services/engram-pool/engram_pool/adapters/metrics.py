@@ -1,0 +1,68 @@
+"""The pool's metrics for Prometheus, on a registry that is handed in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from engram_pool.domain.pool import Pool
+
+_TRANSPORT = "rpc"  # mapped readers gather in their own process, and count there
+_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)  # an RPC takes 2 ms, a queue seconds
+
+
+class PrometheusMeters:
+    """Counts what the domain reports; `observe` adds what is read off a pool when metrics are fetched."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._gathers = Counter(
+            "treadle_engram_gathers", "Gather and Lookup calls ended", ["transport", "outcome"], registry=registry
+        )
+        self._rows = Counter("treadle_engram_rows", "Rows handed out", ["transport"], registry=registry)
+        self._seconds = Histogram(
+            "treadle_engram_gather_seconds",
+            "Seconds of a Gather or Lookup call",
+            ["transport"],
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self._loads = Counter("treadle_engram_loads", "Loads ended", ["outcome"], registry=registry)
+        self._load_bytes = Counter("treadle_engram_load_bytes", "Bytes of rows written by loads", registry=registry)
+        self._corrupt = Counter(
+            "treadle_engram_segments_corrupt",
+            "Segments found corrupt or torn, one for each version: the first ends its check",
+            registry=registry,
+        )
+
+    def observe(self, pool: Pool) -> None:
+        """Export the state of `pool`."""
+        gauge = Gauge("treadle_engram_table_bytes", "Bytes of segments, by tier", ["tier"], registry=self._registry)
+        gauge.labels("memory").set_function(lambda: pool.table_bytes)
+        for name, text, read in (
+            ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.page_bytes),
+            ("models_resident", "Versions that can be opened", lambda: pool.models_resident),
+            ("open_readers", "Processes that hold a version, counted for each version", pool.open_readers),
+            ("watchers", "Watches in progress", lambda: pool.watchers),
+        ):
+            Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
+
+    def load_ended(self, outcome: str) -> None:
+        """Count a load: ok, refused, cancelled or failed."""
+        self._loads.labels(outcome).inc()
+
+    def rows_loaded(self, byte_count: int) -> None:
+        """Count bytes of rows written."""
+        self._load_bytes.inc(byte_count)
+
+    def gather_ended(self, outcome: str, rows: int, seconds: float) -> None:
+        """Count a Gather or Lookup."""
+        self._gathers.labels(_TRANSPORT, outcome).inc()
+        self._rows.labels(_TRANSPORT).inc(rows)
+        self._seconds.labels(_TRANSPORT).observe(seconds)
+
+    def corrupt(self, segments: int) -> None:
+        """Count versions found corrupt or torn."""
+        self._corrupt.inc(segments)

@@ -1,0 +1,252 @@
+"""Versions as files: `<folder>/<model>/<version>/layer-<n>.safetensors`, `lock`, and `model.json` written last.
+
+A load streams into `.loading-<random>`; one rename makes it visible, so a killed process leaves only what the next start
+sweeps. The folder is ours alone: owned by us, writable by nobody else, links are never followed. Does not decide which version
+is current or when one goes (domain).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from engram_pool.adapters.host_memory import file_system_type, free_bytes
+from engram_pool.adapters.version_files import (
+    FOLDER_MODE,
+    LOCK_NAME,
+    RETIRED_NAME,
+    StagedVersion,
+    is_real_folder,
+    map_version,
+    sync_folder,
+    write_small,
+)
+from engram_pool.adapters.version_locks import count_readers, hold_for_life, locked_alone
+from engram_pool.domain.ports import Adopted, Standing, StoredVersion
+from treadle.contract import EngramModel, InvalidArgument, TreadleError, Unavailable
+from treadle.contract.version import check_name, check_version
+
+log = logging.getLogger("engram_pool.store")
+POOL_LOCK_NAME, CURRENT_NAME = "pool.lock", "current.json"
+LOADING, REMOVING, CORRUPT = ".loading-", ".removing-", ".corrupt-"
+CORRUPT_KEPT_MAX = 2  # corrupt versions kept aside for a look; the oldest make room
+CURRENT_BYTES_MAX = 4096
+
+
+class SegmentFolder:
+    """The store of one pool. Made: the folder is checked, or made, and held until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises InvalidArgument if the folder is not safe to use, Unavailable if another pool holds it."""
+        self.folder = folder.absolute()
+        _make_ours(self.folder)
+        lock = hold_for_life(self.folder / POOL_LOCK_NAME)
+        if lock is None:
+            raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
+        self._pool_lock = lock
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be written here."""
+        return free_bytes(self.folder)
+
+    def stage(self) -> StagedVersion:
+        """Begin a new version."""
+        path = self.folder / (LOADING + secrets.token_hex(8))
+        path.mkdir(FOLDER_MODE)
+        return StagedVersion(path, self._put_in_place)
+
+    def adopt(self, *, checksums: bool) -> Adopted:
+        """Sweep leftovers, map what is whole, set aside what is not; `checksums`: compare every one."""
+        self._sweep()
+        versions, corrupt, current = [], [], {}
+        for path in self._version_folders():
+            try:
+                versions.append(self._adopt_one(path, checksums=checksums))
+            except (TreadleError, OSError) as error:
+                log.error("corrupt version set aside", extra={"path": str(path), "reason": str(error)})
+                corrupt.append(f"{path.parent.name} {path.name}")
+                self._move_aside(path)
+        for model in {stored.model.name for stored in versions}:
+            if (version := self._read_current(model)) is not None:
+                current[model] = version
+        return Adopted(versions, corrupt, current)
+
+    def set_current(self, model: str, version: str | None) -> None:
+        """Remember the current version of a model, in one file that is replaced at once."""
+        path = self.folder / model / CURRENT_NAME
+        if version is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_small(path, json.dumps({"version": version}).encode())
+
+    def set_standing(self, stored: StoredVersion, standing: Standing) -> None:
+        """Remember the standing: a version that was replaced or removed stays so after a restart."""
+        path = stored.lock_path.parent / RETIRED_NAME
+        if standing is Standing.SERVED:
+            path.unlink(missing_ok=True)
+        else:
+            write_small(path, standing.value.encode())
+
+    def readers(self, versions: Sequence[StoredVersion]) -> list[int]:
+        """Processes that hold each version, this one not counted."""
+        return count_readers([stored.lock_path for stored in versions])
+
+    def delete(self, stored: StoredVersion) -> bool:
+        """Unmap and delete a version; False, and nothing done, while a reader holds its lock."""
+        try:
+            with locked_alone(stored.lock_path) as alone:
+                if not alone:
+                    return False
+                # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
+                trash = self._moved(stored.lock_path.parent, REMOVING)
+                self.release(stored)
+                shutil.rmtree(trash, ignore_errors=True)  # what is left is swept at the next start
+        except FileNotFoundError:  # somebody deleted the files; the mapping is all that is left
+            self.release(stored)
+        self._tidy(stored.model.name)
+        return True
+
+    def set_aside(self, stored: StoredVersion) -> None:
+        """Take a corrupt version out of sight; it stays mapped until `release`."""
+        self._move_aside(stored.lock_path.parent)
+        self._tidy(stored.model.name)
+
+    def release(self, stored: StoredVersion) -> None:
+        """Unmap a version."""
+        for segment in stored.segments.values():
+            segment.close()
+
+    def close(self, *, remove_if_empty: bool) -> None:
+        """Let go of the folder; remove it if that is wanted and nothing but our lock is left."""
+        if remove_if_empty:
+            for path in self.folder.glob(CORRUPT + "*"):
+                self._remove_unless_read(path)
+            if {path.name for path in self.folder.iterdir()} == {POOL_LOCK_NAME}:
+                (self.folder / POOL_LOCK_NAME).unlink()
+                with suppress(OSError):  # another pool has just begun here
+                    self.folder.rmdir()
+        os.close(self._pool_lock)
+
+    def _put_in_place(self, staged: Path, model: EngramModel) -> StoredVersion:
+        """The one rename that makes a version visible."""
+        family = self.folder / check_name(model.name)
+        if not family.exists():
+            family.mkdir(FOLDER_MODE)
+        path = family / model.version
+        if path.exists():  # not adopted, so not whole
+            self._move_aside(path)
+        staged.rename(path)
+        sync_folder(family)
+        return map_version(path)
+
+    def _adopt_one(self, path: Path, *, checksums: bool) -> StoredVersion:
+        stored = map_version(path)
+        log.info("version found", extra={"path": str(path), "bytes": stored.segment_bytes, "checksums": checksums})
+        try:
+            if checksums and stored.standing is not Standing.REMOVED:
+                for segment in stored.segments.values():
+                    segment.verify()
+        except BaseException:
+            self.release(stored)
+            raise
+        return stored
+
+    def _version_folders(self) -> list[Path]:
+        found = []
+        for family in sorted(self.folder.iterdir()):
+            if not _is_name(family.name) or not is_real_folder(family) or (family / POOL_LOCK_NAME).exists():
+                continue  # our own files, links, and the folder of another pool below ours
+            found += [path for path in sorted(family.iterdir()) if _is_version(path.name) and is_real_folder(path)]
+        return found
+
+    def _sweep(self) -> None:
+        for path in sorted(self.folder.iterdir()):
+            if path.name.startswith((LOADING, REMOVING, CORRUPT)) and is_real_folder(path):
+                log.info("leftover swept", extra={"path": str(path)})
+                self._remove_unless_read(path)
+
+    def _remove_unless_read(self, path: Path) -> None:
+        try:
+            with locked_alone(path / LOCK_NAME) as alone:
+                if alone:
+                    shutil.rmtree(path, ignore_errors=True)
+        except FileNotFoundError:  # never published, so never read
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _move_aside(self, path: Path) -> None:
+        self._moved(path, f"{CORRUPT}{path.parent.name}-{path.name[:12]}-")
+        kept = sorted(self.folder.glob(CORRUPT + "*"), key=lambda old: old.lstat().st_mtime_ns)
+        for old in kept[:-CORRUPT_KEPT_MAX]:
+            self._remove_unless_read(old)
+
+    def _moved(self, path: Path, prefix: str) -> Path:
+        target = self.folder / (prefix + secrets.token_hex(8))
+        path.rename(target)
+        return target
+
+    def _read_current(self, model: str) -> str | None:
+        try:
+            with (self.folder / model / CURRENT_NAME).open("rb") as file:
+                return check_version(json.loads(file.read(CURRENT_BYTES_MAX))["version"])
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError, TreadleError) as error:
+            log.warning(
+                "current.json is unreadable; the newest version becomes current", extra={"model": model, "reason": str(error)}
+            )
+            return None
+
+    def _tidy(self, model: str) -> None:
+        """Remove the folder of a model that has no version left."""
+        family = self.folder / model
+        with suppress(FileNotFoundError):
+            if {path.name for path in family.iterdir()} <= {CURRENT_NAME}:
+                (family / CURRENT_NAME).unlink(missing_ok=True)
+                family.rmdir()
+
+
+def _make_ours(folder: Path) -> None:
+    """Make the folder, or check that nobody else can have prepared it: /dev/shm is open to all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(FOLDER_MODE)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise InvalidArgument(
+            f"segment_dir: {folder} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no folder'}; give a real folder"
+        )
+    if status.st_uid != os.geteuid():
+        raise InvalidArgument(
+            f"segment_dir: {folder} belongs to user {status.st_uid}, not to {os.geteuid()}; remove it or give another"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidArgument(f"segment_dir: {folder} is writable by others (mode {stat.S_IMODE(status.st_mode):o}); chmod 750 it")
+    if folder.parent.lstat().st_uid not in (0, os.geteuid()):  # its owner could put another folder in our place
+        raise InvalidArgument(
+            f"segment_dir: {folder.parent} belongs to user {folder.parent.lstat().st_uid}; give a folder below our own"
+        )
+    if file_system_type(folder) == "hugetlbfs":
+        raise InvalidArgument(
+            f"segment_dir: {folder} is on hugetlbfs, which holds no small files; mount tmpfs with huge=always instead"
+        )
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return bool(check_name(text))
+    except InvalidArgument:
+        return False
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(check_version(text))
+    except InvalidArgument:
+        return False

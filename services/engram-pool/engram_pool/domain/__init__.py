@@ -1,0 +1,1 @@
+"""What the pool knows: versions and their standing, loading, gathering. No sockets, no files, no protos."""

@@ -1,0 +1,143 @@
+"""Which versions are resident, which is current, and how each stands. Plain state: no files, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from engram_pool.domain.ports import Standing, StoredVersion
+from treadle.contract import DataLoss, EngramModel, NotFound, Unavailable
+from treadle.kernels import HashPlan
+
+NAMES_LISTED_MAX = 16  # a NotFound lists what there is, up to here
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """A version in memory.
+
+    calls:      Gather, Lookup and Verify that read it now; it is unmapped only at 0
+    closing:    being deleted: takes no new calls
+    corrupt:    a checksum did not fit: calls in progress end
+    page_bytes: page size in use for its mappings
+    """
+
+    stored: StoredVersion
+    standing: Standing
+    page_bytes: int = 0
+    calls: int = 0
+    closing: bool = False
+    corrupt: bool = False
+    plans: dict[int, HashPlan] = field(default_factory=dict)
+
+    @property
+    def model(self) -> EngramModel:
+        """Its manifest, tables included."""
+        return self.stored.model
+
+    @property
+    def name(self) -> str:
+        """Name of the model."""
+        return self.stored.model.name
+
+    @property
+    def version(self) -> str:
+        """Its version."""
+        return self.stored.version
+
+    @property
+    def listed(self) -> bool:
+        """True while it can be opened."""
+        return self.standing is not Standing.REMOVED
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep it mapped. Raises Unavailable while it is being deleted."""
+        if self.closing:
+            raise Unavailable(f"{self.name} {self.version} is being deleted: a newer version took its place")
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+
+    def check_intact(self) -> None:
+        """Raise DataLoss once a checksum did not fit."""
+        if self.corrupt:
+            raise DataLoss(f"{self.name} {self.version}: a checksum does not fit; the version is out of service")
+
+
+class Catalogue:
+    """Every resident version by model and version; the current one by model."""
+
+    def __init__(self) -> None:
+        self._residents: dict[tuple[str, str], Resident] = {}
+        self._current: dict[str, str] = {}
+
+    def add(self, resident: Resident) -> None:
+        """Take in a version."""
+        self._residents[resident.name, resident.version] = resident
+
+    def drop(self, resident: Resident) -> None:
+        """Forget a version."""
+        del self._residents[resident.name, resident.version]
+
+    def get(self, model: str, version: str) -> Resident | None:
+        """A version, listed or not."""
+        return self._residents.get((model, version))
+
+    def find(self, model: str, version: str) -> Resident:
+        """A listed version; an empty `version` is the current one. Raises NotFound saying what there is."""
+        resident = self.get(model, version or self._current.get(model, ""))
+        if resident is not None and resident.listed:
+            return resident
+        versions = [other.version for other in self.listed() if other.name == model]
+        if versions:
+            raise NotFound(f"{model} has no version {version or '(none is current)'} here; there is {_some(versions)}")
+        names = sorted({other.name for other in self.listed()})
+        raise NotFound(f"no model {model!r} here; there is {_some(names)}")
+
+    def current(self, model: str) -> Resident | None:
+        """The version that an empty one means."""
+        version = self._current.get(model)
+        return None if version is None else self.get(model, version)
+
+    def is_current(self, resident: Resident) -> bool:
+        """True for the version that an empty one means."""
+        return self._current.get(resident.name) == resident.version
+
+    def make_current(self, model: str, resident: Resident | None) -> None:
+        """From now on an empty version of `model` means `resident`; None: nothing."""
+        if resident is None:
+            self._current.pop(model, None)
+        else:
+            self._current[model] = resident.version
+
+    def newest(self, model: str) -> Resident | None:
+        """The version of `model` that came last, of those that nothing has replaced."""
+        served = [other for other in self.all() if other.name == model and other.standing is Standing.SERVED]
+        return max(served, key=lambda other: other.stored.loaded_at_seconds, default=None)
+
+    def all(self) -> list[Resident]:
+        """Every version that occupies memory."""
+        return list(self._residents.values())
+
+    def listed(self) -> list[Resident]:
+        """Versions that can be opened, grouped by model, the current one first, then the newest."""
+        order = {id(r): (r.name, not self.is_current(r), -r.stored.loaded_at_seconds, r.version) for r in self.all()}
+        return sorted((resident for resident in self.all() if resident.listed), key=lambda resident: order[id(resident)])
+
+    def retired(self) -> list[Resident]:
+        """Versions that go as soon as nobody reads them."""
+        return [resident for resident in self.all() if resident.standing is not Standing.SERVED]
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all segments in memory."""
+        return sum(resident.stored.segment_bytes for resident in self.all())
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMES_LISTED_MAX} more" if len(names) > NAMES_LISTED_MAX else ""
+    return (", ".join(names[:NAMES_LISTED_MAX]) or "none") + more

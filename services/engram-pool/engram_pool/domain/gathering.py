@@ -1,0 +1,154 @@
+"""Rows by id and rows by tokens, handed out in pieces: the compatible door of those who cannot map.
+
+All ids are checked before any row is read; the deadline is checked before each piece; calls at once are bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_pool.domain.catalogue import Resident
+from engram_pool.domain.compute import Compute, Turnstile
+from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Meters, Rows
+from treadle.contract import (
+    DataLoss,
+    Deadline,
+    DeadlineExceeded,
+    EngramModel,
+    InvalidArgument,
+    ResourceExhausted,
+    RowOutOfRange,
+    TreadleError,
+    Unavailable,
+    Windows,
+)
+from treadle.kernels import HashPlan, gather_rows, row_ids
+
+PIECE_BYTES = (1 << 20) - 1024  # a message with its framing stays below 1 MiB
+GATHER_ROWS_MAX = (1 << 20) // 8  # ids in one Gather: 1 MiB of them
+LOOKUP_ROWS_MAX = 1 << 22  # rows of one layer in one Lookup: 32 MiB of ids
+_RETRY_AFTER_SECONDS = 0.05  # a call takes milliseconds
+
+_OUTCOMES: tuple[tuple[type[Exception], str], ...] = (  # label values of the metric; the first that fits
+    (RowOutOfRange, "out_of_range"), (DeadlineExceeded, "late"), (ResourceExhausted, "refused"), (Unavailable, "refused"),
+    (DataLoss, "corrupt"), (TreadleError, "invalid"),
+)  # fmt: skip
+
+
+class Gathering:
+    """Gather and Lookup over the versions of a pool; at most `calls_max` at once."""
+
+    def __init__(self, pool: Pool, compute: Compute, meters: Meters, *, calls_max: int) -> None:
+        self._pool, self._compute, self._meters = pool, compute, meters
+        self._calls = Turnstile("gathers in progress", calls_max, _RETRY_AFTER_SECONDS)
+
+    async def gather(
+        self, model: str, version: str, layer: int, ids: NDArray[np.int64], deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        """Rows `ids` [n] of one layer, whole rows in order, at most PIECE_BYTES at a time.
+
+        Raises RowOutOfRange before anything is read, NotFound, InvalidArgument, DeadlineExceeded, ResourceExhausted, DataLoss.
+        """
+        with self._call() as count:
+            if ids.shape[0] > GATHER_ROWS_MAX:
+                raise InvalidArgument(f"rows: at most {GATHER_ROWS_MAX} ids in one call, got {ids.shape[0]}")
+            resident = self._pool.find(model, version)
+            with resident.in_use():
+                table = _table(resident, layer)
+                await self._compute.run(check_ids, ids, table.shape[0])
+                async with aclosing(self._pieces(resident, table, ids, deadline)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                count.rows += ids.shape[0]
+
+    async def lookup(
+        self, model: str, version: str, layers: Sequence[int], windows: Windows, deadline: Deadline
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
+        """Rows of every token, hashed here: (layer, piece) layer after layer; no `layers` means all. Errors as in `gather`."""
+        with self._call() as count:
+            resident = self._pool.find(model, version)
+            with resident.in_use():
+                wanted = tuple(layers) or resident.model.layers
+                _check_lookup(resident.model, wanted, windows)
+                for layer in wanted:
+                    table = _table(resident, layer)
+                    deadline.check(before=f"hashing for layer {layer}")
+                    ids = await self._compute.run(_hash, resident, layer, windows)
+                    async with aclosing(self._pieces(resident, table, ids, deadline)) as pieces:
+                        async for piece in pieces:
+                            yield layer, piece
+                    count.rows += ids.shape[0]
+
+    async def _pieces(
+        self, resident: Resident, table: Rows, ids: NDArray[np.int64], deadline: Deadline
+    ) -> AsyncGenerator[bytes, None]:
+        step = max(1, PIECE_BYTES // table.shape[1])
+        for first in range(0, ids.shape[0], step):
+            resident.check_intact()
+            deadline.check(before=f"row {first} of {ids.shape[0]}")
+            yield await self._compute.run(_rows, table, ids[first : first + step])
+
+    @contextmanager
+    def _call(self) -> Iterator[_Count]:
+        count, begun, outcome = _Count(), time.monotonic(), "cancelled"
+        try:
+            with self._pool.at_work(), self._calls.turn():
+                yield count
+            outcome = "ok"
+        except Exception as error:
+            outcome = _outcome(error)
+            raise
+        finally:
+            self._meters.gather_ended(outcome, count.rows, time.monotonic() - begun)
+
+
+class _Count:
+    """Rows handed out by one call."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+
+
+def check_ids(ids: NDArray[np.int64], row_count: int) -> None:
+    """Raise RowOutOfRange naming the first of `ids` outside 0..row_count-1."""
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= row_count):
+        place = int(np.argmax((ids < 0) | (ids >= row_count)))
+        raise RowOutOfRange(f"rows[{place}] is {int(ids[place])}; the table has rows 0 to {row_count - 1}")
+
+
+def _table(resident: Resident, layer: int) -> Rows:
+    resident.model.layer_position(layer)  # raises InvalidArgument, naming the layers there are
+    return resident.stored.segments[layer].rows
+
+
+def _check_lookup(model: EngramModel, layers: Sequence[int], windows: Windows) -> None:
+    if len(set(layers)) != len(layers):
+        raise InvalidArgument(f"layers: each one once, got {list(layers)[:16]}")
+    for layer in layers:
+        model.layer_position(layer)
+    if windows.token_count * model.columns > LOOKUP_ROWS_MAX:
+        most = LOOKUP_ROWS_MAX // model.columns
+        raise InvalidArgument(f"tokens: at most {most} in one call for {model.columns} rows a token, got {windows.token_count}")
+
+
+def _hash(resident: Resident, layer: int, windows: Windows) -> NDArray[np.int64]:
+    plan = resident.plans.get(layer)
+    if plan is None:
+        plan = resident.plans[layer] = HashPlan.from_model(resident.model, layer, resident.stored.segments[layer].token_map)
+    return row_ids(plan, windows).reshape(-1)
+
+
+def _rows(table: Rows, ids: NDArray[np.int64]) -> bytes:
+    out = np.empty((ids.shape[0], table.shape[1]), dtype=np.uint8)
+    gather_rows(table, ids, out)
+    return out.tobytes()
+
+
+def _outcome(error: Exception) -> str:
+    return next((name for kind, name in _OUTCOMES if isinstance(error, kind)), "failed")

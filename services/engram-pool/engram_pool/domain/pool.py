@@ -1,0 +1,327 @@
+"""The versions of one host: taken in at start, published, listed, watched, verified, removed and reaped.
+
+Owns which version is current and when a version's memory goes. Does not make versions (loading), read their rows
+(gathering) or know how they are kept (the store). All state changes on the event loop; files are touched in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from engram_pool.domain.catalogue import Catalogue, Resident
+from engram_pool.domain.compute import Compute, Turnstile, to_the_end
+from engram_pool.domain.ports import Meters, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.progress import Progress
+from engram_pool.domain.room import LIST_BYTES_MAX, Room
+from engram_pool.domain.verification import Verification
+from treadle.contract import DataLoss, EngramModel, Unavailable
+
+log = logging.getLogger("engram_pool")
+READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
+READERS_POLL_SECONDS = 0.05
+WORK_ENDS_SECONDS = 30.0  # at the end, how long cancelled calls may take to clean up after themselves
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A version as callers see it; `readers`: processes on this host that hold it, the pool not counted."""
+
+    resident: Resident
+    current: bool
+    readers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """Versions taken off the list, and how many of them readers still hold in memory."""
+
+    removed: tuple[Resident, ...]
+    awaiting_readers: int
+
+
+class Pool:
+    """All versions that this process keeps. Start it before anything else, stop it last."""
+
+    def __init__(
+        self,
+        store: VersionStore,
+        compute: Compute,
+        meters: Meters,
+        *,
+        table_bytes_max: int,
+        watchers_max: int,
+        list_bytes_max: int = LIST_BYTES_MAX,
+    ) -> None:
+        self.draining = False
+        self._store, self._compute, self._meters = store, compute, meters
+        self._catalogue = Catalogue()
+        self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
+        self._watching = Turnstile("watchers", watchers_max, retry_after_seconds=1.0)
+        self._verifying = Turnstile("verifications in progress", 1, retry_after_seconds=5.0)
+        self._change = asyncio.Lock()  # one change of the versions at a time: each spans files and state
+        self._changed, self._generation = asyncio.Condition(), 0
+        self._unmapping: list[Resident] = []  # off the list for good, unmapped when their last call ends
+        self._working, self._idle = 0, asyncio.Event()
+        self._idle.set()
+
+    # -- life -----------------------------------------------------------------------------------------------------------
+
+    async def start(self, *, checksums: bool) -> None:
+        """Take in what the store holds. Corrupt and torn versions are set aside and never served."""
+        begun = time.monotonic()
+        adopted = await self._compute.run(self._store.adopt, checksums=checksums)
+        self._meters.corrupt(len(adopted.corrupt))
+        for stored in adopted.versions:
+            await self._take_in(stored)
+        for name in sorted({stored.model.name for stored in adopted.versions}):
+            chosen = self._catalogue.get(name, adopted.current.get(name, ""))
+            if chosen is None or chosen.standing is not Standing.SERVED:
+                chosen = self._catalogue.newest(name)
+                await self._compute.run(self._store.set_current, name, chosen.version if chosen else None)
+            self._catalogue.make_current(name, chosen)
+        took = round(time.monotonic() - begun, 3)
+        log.info("versions adopted", extra={"versions": len(adopted.versions), "corrupt": len(adopted.corrupt), "seconds": took})
+
+    async def drain(self) -> None:
+        """Refuse new work from now on and end watches and loads."""
+        self.draining = True
+        await self._announce()
+
+    async def stop(self, *, keep_segments: bool) -> None:
+        """Unmap everything, once work in progress has ended; without `keep_segments` delete what no reader holds."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), WORK_ENDS_SECONDS)
+        except TimeoutError:
+            log.error("work in progress does not end", extra={"calls": self._working})
+        deadline = time.monotonic() + READERS_LEAVE_SECONDS
+        async with self._change:
+            left = [] if keep_segments else self._catalogue.all()
+            while left := [resident for resident in left if not await self._delete(resident)]:
+                if time.monotonic() > deadline:
+                    log.warning("segments left to their readers", extra={"versions": len(left)})
+                    break
+                await asyncio.sleep(READERS_POLL_SECONDS)
+            for resident in [*self._catalogue.all(), *self._unmapping]:
+                await self._compute.run(self._store.release, resident.stored)
+            await self._compute.run(self._store.close, remove_if_empty=not keep_segments)
+
+    async def reap_forever(self, interval_seconds: float) -> None:
+        """Every `interval_seconds`, delete the retired versions that nobody reads."""
+        while True:
+            await asyncio.sleep(interval_seconds)
+            try:
+                await self.reap()
+            except OSError as error:  # a full or broken disk must not end the reaper
+                log.error("reaping failed", exc_info=error)
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Work that `stop` waits for. Raises Unavailable once the pool stops."""
+        self.refuse_if_draining()
+        self._working += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._working -= 1
+            if not self._working:
+                self._idle.set()
+
+    # -- reading the list -----------------------------------------------------------------------------------------------
+
+    def refuse_if_draining(self) -> None:
+        """Raise Unavailable once the pool stops."""
+        if self.draining:
+            raise Unavailable("the pool stops and takes no new work")
+
+    def find(self, model: str, version: str, expected_fingerprint: Mapping[str, str] | None = None) -> Resident:
+        """A listed version, the current one for an empty `version`.
+
+        Raises NotFound, and FingerprintMismatch naming the field that differs from `expected_fingerprint`.
+        """
+        resident = self._catalogue.find(model, version)
+        resident.model.fingerprint.require(expected_fingerprint or {})
+        return resident
+
+    async def listing(self) -> list[Listed]:
+        """What there is, grouped by model, the current version first."""
+        return await self.with_readers(self._catalogue.listed())
+
+    async def with_readers(self, residents: list[Resident]) -> list[Listed]:
+        """These versions as callers see them."""
+        counts = await self._compute.run(self._store.readers, [resident.stored for resident in residents])
+        return [Listed(r, self._catalogue.is_current(r), n) for r, n in zip(residents, counts, strict=True)]
+
+    async def watch(self) -> AsyncGenerator[list[Listed], None]:
+        """The list at once, and again after each change; changes in quick succession may be told as one.
+
+        Raises ResourceExhausted beyond `watchers_max`, Unavailable when the pool stops.
+        """
+        with self._watching.turn():
+            seen = -1
+            while True:
+                async with self._changed:
+                    while not self.draining and self._generation == seen:
+                        await self._changed.wait()
+                    seen = self._generation
+                self.refuse_if_draining()
+                yield await self.listing()
+
+    @property
+    def watchers(self) -> int:
+        """Watches in progress."""
+        return self._watching.inside
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all segments in memory, retired ones included."""
+        return self._catalogue.table_bytes
+
+    @property
+    def models_resident(self) -> int:
+        """Versions on the list."""
+        return len(self._catalogue.listed())
+
+    @property
+    def page_bytes(self) -> int:
+        """Smallest page size in use for a table; 0 without tables."""
+        return min((resident.page_bytes for resident in self._catalogue.all()), default=0)
+
+    def open_readers(self) -> int:
+        """Processes that hold a version, counted once for each version."""
+        return sum(self._store.readers([resident.stored for resident in self._catalogue.all()]))
+
+    # -- changing it ----------------------------------------------------------------------------------------------------
+
+    async def publish(self, staging: Staging, model: EngramModel, *, keep_previous: bool) -> Resident:
+        """Make a finished version visible and current; a version that is here already becomes current again.
+
+        keep_previous: False lets the version that was current go as soon as no reader holds it
+        """
+        async with self._one_change():
+            return await to_the_end(self._publish(staging, model, keep_previous))
+
+    async def remove(self, model: str, version: str) -> Removal:
+        """Take a version off the list, or all of a model for an empty `version`. Raises NotFound."""
+        async with self._one_change():
+            return await to_the_end(self._remove(model, version))
+
+    async def reap(self) -> int:
+        """Delete the retired versions that nobody reads; how many went."""
+        async with self._change:
+            return await to_the_end(self._reap())
+
+    async def verify(self, model: str, version: str) -> AsyncGenerator[Progress, None]:
+        """Compare every checksum of a version. A mismatch takes it out of service and raises DataLoss."""
+        with self.at_work(), self._verifying.turn():
+            resident = self.find(model, version)
+            try:
+                with resident.in_use():
+                    async with aclosing(Verification(resident.stored.segments).run(self._compute)) as events:
+                        async for progress in events:
+                            yield progress
+            except DataLoss as error:
+                log.error("corrupt version", extra={"model": resident.name, "version": resident.version, "reason": str(error)})
+                async with self._change:
+                    await to_the_end(self._take_out_of_service(resident))
+                raise
+
+    async def _publish(self, staging: Staging, model: EngramModel, keep_previous: bool) -> Resident:
+        previous = self._catalogue.current(model.name)
+        resident = self._catalogue.get(model.name, model.version)
+        if resident is None:
+            resident = await self._take_in(await self._compute.run(staging.commit, model))
+            size = resident.stored.segment_bytes
+            log.info("version loaded", extra={"model": model.name, "version": model.version, "bytes": size})
+        elif resident.standing is not Standing.SERVED:
+            await self._stand(resident, Standing.SERVED)
+        await self._make_current(model.name, resident)
+        if previous is not None and previous is not resident and not keep_previous:
+            await self._stand(previous, Standing.REPLACED)
+        await self._announce()
+        return resident
+
+    async def _remove(self, model: str, version: str) -> Removal:
+        found = self._catalogue.find(model, version) if version else None
+        going = [found] if found else [resident for resident in self._catalogue.listed() if resident.name == model]
+        if not going:
+            self._catalogue.find(model, version)  # raises NotFound, saying what there is
+        for resident in going:
+            await self._stand(resident, Standing.REMOVED)
+        await self._choose_current(model)
+        await self._reap()
+        await self._announce()
+        return Removal(tuple(going), sum(self._catalogue.get(r.name, r.version) is r for r in going))
+
+    async def _reap(self) -> int:
+        gone = [resident for resident in self._catalogue.retired() if await self._delete(resident)]
+        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
+            self._unmapping.remove(resident)
+            await self._compute.run(self._store.release, resident.stored)
+        for resident in gone:
+            log.info("version deleted", extra={"model": resident.name, "version": resident.version})
+        if any(resident.standing is Standing.REPLACED for resident in gone):
+            await self._announce()
+        return len(gone)
+
+    async def _delete(self, resident: Resident) -> bool:
+        if resident.calls:
+            return False
+        resident.closing = True  # no call begins while the thread unmaps
+        try:
+            deleted = await self._compute.run(self._store.delete, resident.stored)
+        except OSError:
+            resident.closing = False
+            raise
+        resident.closing = deleted
+        if deleted:
+            self._catalogue.drop(resident)
+        return deleted
+
+    async def _take_in(self, stored: StoredVersion) -> Resident:
+        pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
+        resident = Resident(stored, stored.standing, page_bytes=pages)
+        self._catalogue.add(resident)
+        return resident
+
+    async def _take_out_of_service(self, resident: Resident) -> None:
+        self._meters.corrupt(1)
+        resident.corrupt = True
+        if self._catalogue.get(resident.name, resident.version) is not resident:
+            return
+        self._catalogue.drop(resident)
+        self._unmapping.append(resident)
+        await self._compute.run(self._store.set_aside, resident.stored)
+        await self._choose_current(resident.name)
+        await self._announce()
+
+    async def _choose_current(self, model: str) -> None:
+        """Keep the current version if it is still served, else go back to the newest that is."""
+        current = self._catalogue.current(model)
+        if current is None or current.standing is not Standing.SERVED:
+            await self._make_current(model, self._catalogue.newest(model))
+
+    async def _make_current(self, model: str, resident: Resident | None) -> None:
+        await self._compute.run(self._store.set_current, model, resident.version if resident else None)
+        self._catalogue.make_current(model, resident)
+
+    async def _stand(self, resident: Resident, standing: Standing) -> None:
+        await self._compute.run(self._store.set_standing, resident.stored, standing)
+        resident.standing = standing
+
+    async def _announce(self) -> None:
+        async with self._changed:
+            self._generation += 1
+            self._changed.notify_all()
+
+    @asynccontextmanager
+    async def _one_change(self) -> AsyncIterator[None]:
+        async with self._change:
+            self.refuse_if_draining()
+            yield

@@ -1,0 +1,200 @@
+"""What the domain needs from outside: a place for segments, checkpoints to read, somebody who counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.contract import EngramModel, Table
+
+Rows = NDArray[np.uint8]
+TokenMap = NDArray[np.int32]
+
+
+class Standing(StrEnum):
+    """Where a version stands."""
+
+    SERVED = "served"
+    REPLACED = "replaced"  # still listed and served by its version; goes when no reader holds it
+    REMOVED = "removed"  # off the list; its memory goes when no reader holds it
+
+
+class TableSegment(Protocol):
+    """A table's file, mapped read-only."""
+
+    path: Path
+    row_count: int
+    row_bytes: int
+    rows_offset_bytes: int
+    file_bytes: int
+
+    @property
+    def rows(self) -> Rows:
+        """u8 [row_count, row_bytes], read-only; the segment owns the memory."""
+
+    @property
+    def token_map(self) -> TokenMap | None:
+        """int32 [vocabulary], for families that have one."""
+
+    def verify(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Compare every checksum. Raises DataLoss."""
+
+    def page_bytes(self) -> int:
+        """Page size in use for the mapping."""
+
+    def close(self) -> None:
+        """Unmap."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """One version in the store, its segments mapped.
+
+    segments:  by layer, owned by the store until `delete` or `release`
+    lock_path: readers hold flock(LOCK_SH) on it
+    """
+
+    model: EngramModel
+    version: str
+    segments: Mapping[int, TableSegment]
+    lock_path: Path
+    loaded_at_seconds: float
+    standing: Standing = Standing.SERVED
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of all its segment files."""
+        return sum(segment.file_bytes for segment in self.segments.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What the store held at start: good versions, those set aside as corrupt or torn, and the current one by model."""
+
+    versions: Sequence[StoredVersion]
+    corrupt: Sequence[str]
+    current: Mapping[str, str]
+
+
+class TableWriter(Protocol):
+    """Takes the rows of one table, in order."""
+
+    def append(self, rows: Rows) -> None:
+        """Add rows [n, row_bytes], any n; copied."""
+
+    def table(self) -> Table:
+        """Rows and version, after the last row."""
+
+
+class Staging(Protocol):
+    """A version in the making: nobody sees it before `commit`."""
+
+    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None) -> TableWriter:
+        """Begin a table. Raises ResourceExhausted if its bytes cannot be had."""
+
+    def commit(self, model: EngramModel) -> StoredVersion:
+        """Make it visible at once, with all its tables, and map it."""
+
+    def discard(self) -> None:
+        """Give back what was written; nothing after a commit."""
+
+
+class VersionStore(Protocol):
+    """Keeps versions where readers on this host can map them."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they are."""
+
+    def free_bytes(self) -> int:
+        """Bytes that can still be written."""
+
+    def adopt(self, *, checksums: bool) -> Adopted:
+        """Sweep what a killed process left half done and open what is whole; `checksums`: compare every one."""
+
+    def stage(self) -> Staging:
+        """Begin a new version."""
+
+    def set_current(self, model: str, version: str | None) -> None:
+        """Remember which version an empty version means; None: no version of this model is left."""
+
+    def set_standing(self, stored: StoredVersion, standing: Standing) -> None:
+        """Remember the standing."""
+
+    def readers(self, versions: Sequence[StoredVersion]) -> list[int]:
+        """How many processes hold each version, this one not counted."""
+
+    def delete(self, stored: StoredVersion) -> bool:
+        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does."""
+
+    def set_aside(self, stored: StoredVersion) -> None:
+        """Take a corrupt version out of every reader's way, and unmap it."""
+
+    def release(self, stored: StoredVersion) -> None:
+        """Unmap a version and leave its files."""
+
+    def close(self, *, remove_if_empty: bool) -> None:
+        """Let go of the folder; remove it if nothing is left in it and that is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint. `dtype` in safetensors' words, e.g. BF16, F8_E4M3; `row_bytes` of its first dimension."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    row_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}"
+
+
+class Checkpoint(Protocol):
+    """Tensors in files, found by name, read in pieces."""
+
+    @property
+    def name(self) -> str:
+        """What its file or folder is called."""
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them, by name."""
+
+    @property
+    def config(self) -> Mapping[str, Any] | None:
+        """The config.json beside the tensors, if there is one."""
+
+    def read(self, tensor: Tensor, first_row: int, out: Rows) -> None:
+        """Fill `out` [n, tensor.row_bytes], C-contiguous, with rows from `first_row` on. Raises DataLoss for a short file."""
+
+    def close(self) -> None:
+        """Close its files."""
+
+
+class OpenCheckpoint(Protocol):
+    """Opens a safetensors file or a folder of them. Raises NotFound, InvalidArgument or DataLoss."""
+
+    def __call__(self, path: Path) -> Checkpoint: ...
+
+
+class Meters(Protocol):
+    """Counts what happened."""
+
+    def load_ended(self, outcome: str) -> None:
+        """A load ended: ok, refused, cancelled or failed."""
+
+    def rows_loaded(self, byte_count: int) -> None:
+        """Bytes of rows were written."""
+
+    def gather_ended(self, outcome: str, rows: int, seconds: float) -> None:
+        """A Gather or Lookup ended after handing out `rows`."""
+
+    def corrupt(self, segments: int) -> None:
+        """Segments were found corrupt or torn."""

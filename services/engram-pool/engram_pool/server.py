@@ -1,0 +1,161 @@
+"""EngramPoolService over gRPC: messages in, domain calls, messages out, and the error table. No logic."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from engram_pool.domain.gathering import Gathering
+from engram_pool.domain.loading import CheckpointOrder, Loader, LoadOrder, RandomOrder
+from engram_pool.domain.pool import Listed, Pool
+from engram_pool.domain.progress import Progress
+from engram_pool.domain.windows_bytes import read_ids, read_windows
+from treadle.chassis.errors import CONTRACT_STATUS
+from treadle.contract import PROTO_VERSION, Deadline, InvalidArgument
+from treadle.engram.v1 import engram_pool_pb2 as pb
+from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EngramPoolService"].full_name
+STATUS: dict[type[Exception], grpc.StatusCode] = dict(CONTRACT_STATUS)  # the domain raises nothing else
+Context = Any  # grpc.aio.ServicerContext: the stubs and the runtime disagree about its parameters
+
+
+class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
+    """The RPCs. Exceptions become statuses in the chassis, by STATUS."""
+
+    def __init__(
+        self, pool: Pool, loader: Loader, gathering: Gathering, *, segment_dir: Path, gather_seconds_max: float, build_version: str
+    ) -> None:
+        self._pool, self._loader, self._gathering = pool, loader, gathering
+        self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
+
+    async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
+        """Load a version, streaming progress; the model comes last."""
+        async with aclosing(self._loader.load(_load_order(request))) as events:
+            async for event in events:
+                if isinstance(event, Progress):
+                    yield pb.LoadTableResponse(progress=_progress(event))
+                else:
+                    (listed,) = await self._pool.with_readers([event])
+                    yield pb.LoadTableResponse(loaded=_model(listed))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
+        """What is resident."""
+        return pb.ListModelsResponse(models=_models(await self._pool.listing()))
+
+    async def OpenModel(self, request: pb.OpenModelRequest, context: Context) -> pb.OpenModelResponse:  # noqa: N802
+        """Where a version lies."""
+        self._pool.refuse_if_draining()
+        resident = self._pool.find(request.ref.model, request.ref.version, request.expected_fingerprint)
+        (listed,) = await self._pool.with_readers([resident])
+        segments = [
+            pb.Segment(
+                layer=layer, path=str(segment.path), rows_offset_bytes=segment.rows_offset_bytes, rows=segment.row_count,
+                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes,
+            )
+            for layer, segment in resident.stored.segments.items()
+        ]  # fmt: skip
+        return pb.OpenModelResponse(
+            model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
+            lock_path=str(resident.stored.lock_path),
+        )  # fmt: skip
+
+    async def Gather(self, request: pb.GatherRequest, context: Context) -> AsyncIterator[pb.GatherResponse]:  # noqa: N802
+        """Rows by id."""
+        ref, ids = request.ref, read_ids(request.rows)
+        pieces = self._gathering.gather(ref.model, ref.version, request.layer, ids, self._deadline(context))
+        async with aclosing(pieces):
+            async for piece in pieces:
+                yield pb.GatherResponse(data=piece)
+
+    async def Lookup(self, request: pb.LookupRequest, context: Context) -> AsyncIterator[pb.LookupResponse]:  # noqa: N802
+        """Rows by tokens."""
+        ref, sent = request.ref, request.windows
+        order_max = self._pool.find(ref.model, ref.version).model.order_max
+        windows = read_windows(
+            order_max,
+            tokens=sent.tokens,
+            starts=sent.starts,
+            lookback=sent.lookback,
+            dead=sent.dead,
+            lookback_dead=sent.lookback_dead,
+        )
+        pieces = self._gathering.lookup(ref.model, ref.version, request.layers, windows, self._deadline(context))
+        async with aclosing(pieces):
+            async for layer, piece in pieces:
+                yield pb.LookupResponse(layer=layer, data=piece)
+
+    async def WatchModels(self, request: pb.WatchModelsRequest, context: Context) -> AsyncIterator[pb.WatchModelsResponse]:  # noqa: N802
+        """The list now and after each change."""
+        async with aclosing(self._pool.watch()) as lists:
+            async for listing in lists:
+                yield pb.WatchModelsResponse(models=_models(listing))
+
+    async def VerifyModel(self, request: pb.VerifyModelRequest, context: Context) -> AsyncIterator[pb.VerifyModelResponse]:  # noqa: N802
+        """Compare every checksum."""
+        async with aclosing(self._pool.verify(request.ref.model, request.ref.version)) as events:
+            async for progress in events:
+                yield pb.VerifyModelResponse(progress=_progress(progress))
+
+    async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
+        """Take a version, or all of a model, off the list."""
+        removal = await self._pool.remove(request.ref.model, request.ref.version)
+        refs = [pb.ModelRef(model=resident.name, version=resident.version) for resident in removal.removed]
+        return pb.RemoveModelResponse(removed=refs, awaiting_readers=removal.awaiting_readers)
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
+        """How the pool is."""
+        pool = self._pool
+        return pb.StatusResponse(
+            build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
+            table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
+            draining=pool.draining,
+        )  # fmt: skip
+
+    def _deadline(self, context: Context) -> Deadline:
+        left = context.time_remaining()  # None, or infinite, for a caller without a deadline
+        seconds = self._gather_seconds_max if left is None or not math.isfinite(left) else min(left, self._gather_seconds_max)
+        return Deadline.after(max(0.0, seconds))
+
+
+def register(server: grpc.aio.Server, pool_server: EngramPoolServer) -> Sequence[str]:
+    """Add the RPCs to `server`; their service's full name."""
+    pb_grpc.add_EngramPoolServiceServicer_to_server(pool_server, server)
+    return [SERVICE_NAME]
+
+
+def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
+    source: CheckpointOrder | RandomOrder
+    if request.WhichOneof("source") == "checkpoint":
+        if not request.checkpoint.path:
+            raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
+        source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
+    elif request.WhichOneof("source") == "random":
+        source = RandomOrder(request.random.seed)
+    else:
+        raise InvalidArgument("source: checkpoint or random")
+    return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous)
+
+
+def _models(listing: Sequence[Listed]) -> list[pb.Model]:
+    return [_model(listed) for listed in listing]
+
+
+def _model(listed: Listed) -> pb.Model:
+    resident = listed.resident
+    return pb.Model(
+        ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
+        manifest_json=resident.model.to_json(), segment_bytes=resident.stored.segment_bytes, readers=listed.readers,
+        loaded_at_seconds=resident.stored.loaded_at_seconds,
+    )  # fmt: skip
+
+
+def _progress(progress: Progress) -> pb.Progress:
+    return pb.Progress(bytes_done=progress.bytes_done, bytes_total=progress.bytes_total, step=progress.step)

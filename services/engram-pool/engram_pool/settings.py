@@ -1,0 +1,56 @@
+"""Settings of the engram-pool."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from treadle.chassis.settings import ServerSettings, WrongSetting
+
+
+class VerifyOnStart(StrEnum):
+    """How closely versions found on disk are looked at before they are served."""
+
+    FULL = "full"
+    HEADERS = "headers"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(ServerSettings):
+    """Keeps Engram tables in memory and gathers their rows."""
+
+    listen: str = "127.0.0.1:7401"
+    """Address to listen on, host:port; port 0 takes a free one."""
+    metrics_listen: str = "127.0.0.1:7411"
+    """Address of /metrics, host:port; port 0 takes a free one."""
+    segment_dir: Path = Path(f"/dev/shm/treadle-{os.getuid()}")
+    """Folder of the segments: ours alone, on tmpfs for speed. Readers map what lies here."""
+    table_bytes_max: int = 0
+    """Most bytes of segments; 0: as much as the file system holds."""
+    verify_on_start: VerifyOnStart = VerifyOnStart.FULL
+    """full: compare every checksum of what is found at start; headers: headers, sizes and manifests only."""
+    keep_segments: bool = True
+    """Leave segments in memory when the pool stops, for its readers and its next start; false: delete what nobody reads."""
+    checkpoint_dir: Path | None = None
+    """Load checkpoints from below this folder only; none: from wherever the pool may read."""
+    gathers_max: int = 64
+    """Most Gather and Lookup calls at once; more are refused with RESOURCE_EXHAUSTED."""
+    gather_seconds_max: float = 30.0
+    """Longest time a Gather or Lookup may take, whatever deadline its caller names."""
+    watchers_max: int = 64
+    """Most WatchModels calls at once."""
+    compute_threads: int = 3
+    """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
+    reap_interval_seconds: float = 1.0
+    """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
+
+    def __post_init__(self) -> None:
+        ServerSettings.__post_init__(self)
+        if self.table_bytes_max < 0:
+            raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
+        if self.gathers_max < 1 or self.watchers_max < 1 or self.compute_threads < 2:
+            raise WrongSetting("gathers_max and watchers_max are >= 1, compute_threads is >= 2")
+        if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
+            raise WrongSetting("gather_seconds_max is above 0, reap_interval_seconds at least 0.01, both at most 3600")

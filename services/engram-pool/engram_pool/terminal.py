@@ -1,0 +1,103 @@
+"""What `treadle pool` prints: progress on standard error, tables for people, one JSON document for programs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from treadle.client.engram.pool_types import Progress, ResidentModel
+
+WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
+VERSION_DIGITS = 12  # of a version, in tables: enough to tell any two apart
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[Progress], None]]:
+    """A bar with rate and time left on standard error; nothing where that is no terminal."""
+    from rich import progress as rich
+
+    columns = (
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TaskProgressColumn(), rich.DownloadColumn(),
+        rich.TransferSpeedColumn(), rich.TimeRemainingColumn(),
+    )  # fmt: skip
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with rich.Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda now: bar.update(task, completed=now.bytes_done, total=now.bytes_total, description=f"{what} {now.step}")
+
+
+def print_loaded(loaded: ResidentModel, seconds: float, as_json: bool) -> None:
+    """What a load made, and how fast."""
+    table_bytes = sum(table.rows for _, table in loaded.model.tables) * loaded.model.row.bytes
+    rate = table_bytes / max(seconds, 1e-9)
+    if as_json:
+        print_json(model_document(loaded) | {"seconds": round(seconds, 3), "bytes_per_second": round(rate)})
+    else:
+        print_line(
+            f"{loaded.model.name} {loaded.version[:VERSION_DIGITS]}: {size_text(table_bytes)} in {seconds:.1f} s ({size_text(rate)}/s)"
+        )
+
+
+def model_document(model: ResidentModel) -> dict[str, Any]:
+    """A version as JSON values."""
+    return {
+        "model": model.model.name, "version": model.version, "current": model.current, "family": str(model.model.family),
+        "layers": list(model.model.layers), "row_bytes": model.model.row.bytes,
+        "rows": {str(layer): table.rows for layer, table in model.model.tables}, "segment_bytes": model.segment_bytes,
+        "readers": model.readers, "loaded_at_seconds": model.loaded_at_seconds,
+    }  # fmt: skip
+
+
+def model_line(model: ResidentModel) -> tuple[str, ...]:
+    """A version as cells of a table."""
+    loaded = time.strftime("%m-%d %H:%M", time.localtime(model.loaded_at_seconds))
+    return (
+        model.model.name, model.version[:VERSION_DIGITS], "yes" if model.current else "", ", ".join(map(str, model.model.layers)),
+        size_text(model.segment_bytes), str(model.readers), loaded,
+    )  # fmt: skip
+
+
+def print_table(columns: tuple[str, ...], lines: list[tuple[str, ...]], *, empty: str) -> None:
+    """A table on standard output; `empty` where it has no lines."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    if not lines:
+        print_line(empty)
+        return
+    table = Table(box=box.SIMPLE_HEAD if any(columns) else None, show_header=any(columns), pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("size", "readers") else "left", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    console = Console(highlight=False)
+    (console if console.is_terminal else Console(highlight=False, width=WIDTH_IN_FILES)).print(table)
+
+
+def print_line(text: str) -> None:
+    """One line on standard output."""
+    typer.echo(text)
+
+
+def print_json(document: object) -> None:
+    """One JSON document on standard output."""
+    typer.echo(json.dumps(document, indent=2))
+
+
+def size_text(byte_count: float) -> str:
+    """Bytes for people, in powers of 1000."""
+    size, unit = float(byte_count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,184 @@
+"""`treadle pool` against a real pool: what it prints, its JSON, its refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from typer.testing import CliRunner
+
+from engram_pool.commands import app
+from treadle.contract import DataLoss, EngramModel, FingerprintMismatch, InvalidArgument, NotFound, TreadleError
+
+if TYPE_CHECKING:
+    from tests.conftest import Process, StartPool, V41Checkpoint
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def process(start_pool: StartPool, tmp_path: Path) -> Iterator[Process]:
+    with start_pool(tmp_path / "s") as process:
+        yield process
+
+
+@pytest.fixture
+def run(process: Process) -> Run:
+    """`run("ls", "--json")`; an error that the command raises is raised here."""
+
+    def invoke(*words: str | Path) -> Any:
+        result = CliRunner().invoke(app, [*map(str, words), "--pool", process.address])
+        if isinstance(result.exception, TreadleError):
+            raise result.exception
+        return result
+
+    return invoke
+
+
+def document(result: Any) -> Any:
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture
+def manifest(ple: EngramModel, tmp_path: Path) -> Path:
+    path = tmp_path / "ple.json"
+    path.write_bytes(ple.to_json())
+    return path
+
+
+def test_random_rows_are_loaded_listed_verified_and_removed(run: Run, manifest: Path) -> None:
+    loaded = document(run("load", "--random", "--manifest", manifest, "--seed", "3", "--json"))
+    assert (loaded["model"], loaded["current"], loaded["bytes_per_second"] > 0) == ("ple", True, True)
+    (listed,) = document(run("ls", "--json"))
+    assert listed["version"] == loaded["version"]
+    text = run("ls").stdout
+    assert loaded["version"][:12] in text
+    assert "8.4 MB" in text
+    verified = document(run("verify", "ple", "--json"))
+    assert (verified["version"], verified["intact"]) == (loaded["version"], True)
+    assert verified["bytes"] == sum(loaded["rows"].values()) * 320
+    removed = document(run("rm", "ple", loaded["version"][:6], "--json"))
+    assert (removed["removed"], removed["awaiting_readers"]) == ([loaded["version"]], 0)
+    assert document(run("ls", "--json")) == []
+    assert "the pool holds no tables" in run("ls").stdout
+
+
+def test_people_read_what_a_load_made(run: Run, manifest: Path) -> None:
+    result = run("load", "other-name", "--random", "--manifest", manifest)
+    assert result.stdout.startswith("other-name ")
+    assert "MB in " in result.stdout
+    assert "intact" in run("verify", "other-name").stdout
+    assert "removed" in run("rm", "other-name").stdout
+
+
+def test_a_checkpoint_is_loaded_with_its_token_map(
+    run: Run, v41_checkpoint: V41Checkpoint, token_map: NDArray[np.int32], tmp_path: Path
+) -> None:
+    ids = tmp_path / "token_map.i32"
+    ids.write_bytes(token_map.tobytes())
+    words: list[str | Path] = ["load", "--checkpoint", v41_checkpoint.folder, "--token-map", ids, "--json"]
+    assert document(run(*words))["model"] == "deepseek-v4.1-small"
+    assert document(run(*words, "mine"))["model"] == "mine"
+    assert document(run("ls", "--json"))[1]["row_bytes"] == 264
+
+
+def test_tensors_are_named_by_role(run: Run, ple: EngramModel, manifest: Path, tmp_path: Path, write_tensors: Any) -> None:
+    rows = ple.rows_hashed(0)
+    write_tensors(tmp_path / "x.safetensors", {"somewhere": ("BF16", (rows, 160), bytes(rows * 320))})
+    words: list[str | Path] = ["load", "--checkpoint", tmp_path / "x.safetensors", "--manifest", manifest]
+    with pytest.raises(InvalidArgument, match=r"somewhere BF16\["):
+        run(*words)
+    with pytest.raises(InvalidArgument, match="ROLE=TENSOR"):
+        run(*words, "--map", "somewhere")
+    assert document(run(*words, "--map", "0.rows=somewhere", "--json"))["rows"] == {"0": rows}
+
+
+def test_the_demo_profile_takes_a_tokenizer(run: Run, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["[UNK]", "a", "A", "b", " b"])}
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]")).save(str(path))
+    loaded = document(run("load", "smollm2-demo", "--random", "--profile", "smollm2-demo", "--tokenizer", path, "--json"))
+    assert (loaded["model"], loaded["layers"], loaded["row_bytes"]) == ("smollm2-demo", [2, 15], 320)
+
+
+def test_a_token_map_that_does_not_fit_is_refused(
+    run: Run, v41_checkpoint: V41Checkpoint, token_map: NDArray[np.int32], tmp_path: Path
+) -> None:
+    ids = tmp_path / "token_map.i32"
+    ids.write_bytes(token_map[:300].tobytes())
+    for name in ((), ("mine",)):
+        with pytest.raises(FingerprintMismatch) as raised:
+            run("load", *name, "--checkpoint", v41_checkpoint.folder, "--token-map", ids)
+        assert raised.value.field == "compressed_vocab_size"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("load",), "either --checkpoint PATH or --random"),
+        (("load", "--random", "--checkpoint", "x"), "either --checkpoint PATH or --random"),
+        (("load", "--random"), "need --manifest"),
+        (("load", "--random", "--map", "a=b"), "--map names tensors"),
+        (("load", "--random", "--profile", "smollm2-demo"), "needs --tokenizer"),
+        (("load", "--random", "--profile", "x", "--manifest", "y"), "not both"),
+        (("load", "--random", "--manifest", "x", "--tokenizer", "y", "--token-map", "z"), "not both"),
+    ],
+)
+def test_words_that_do_not_go_together_are_refused(run: Run, words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=says):
+        run(*words)
+
+
+def test_what_is_not_there_is_not_found(run: Run, manifest: Path) -> None:
+    for words, says in (
+        (("verify", "nobody"), "no model 'nobody'"), (("rm", "nobody"), "nobody"), (("rm", "nobody", "12"), "no model 'nobody'"),
+        (("load", "--random", "--manifest", "/nowhere.json"), "/nowhere.json cannot be read"),
+        (("load", "--random", "--profile", "x"), "no profile 'x'"),
+        (("load", "--checkpoint", "/nowhere", "--manifest", manifest), "no file or folder /nowhere"),
+    ):  # fmt: skip
+        with pytest.raises(NotFound, match=says):
+            run(*words)
+
+
+def test_digits_that_two_versions_share_are_refused(run: Run, manifest: Path) -> None:
+    for seed in range(2):
+        run("load", "--random", "--manifest", manifest, "--seed", str(seed), "--keep-previous")
+    first, second = (model["version"] for model in document(run("ls", "--json")))
+    assert document(run("verify", "ple", "--json"))["version"] == first
+    assert document(run("verify", "ple", second[:8], "--json"))["version"] == second
+    shared = next((second[:n] for n in range(1, 8) if first.startswith(second[:n])), None)
+    with pytest.raises(NotFound if shared is None else InvalidArgument):
+        run("verify", "ple", shared or "zz")
+    assert document(run("rm", "ple", "--json"))["removed"] == [first, second]
+
+
+def test_a_corrupt_version_fails_the_command(run: Run, manifest: Path, process: Process) -> None:
+    version = document(run("load", "--random", "--manifest", manifest, "--json"))["version"]
+    segment = process.fabric.engram.status().segment_dir / "ple" / version / "layer-0.safetensors"
+    with segment.open("r+b") as file:
+        file.seek(3 << 20)
+        file.write(b"\xff" * 64)
+    with pytest.raises(DataLoss):
+        run("verify", "ple")
+
+
+def test_status_tells_where_and_how_much(run: Run, process: Process) -> None:
+    figures = document(run("status", "--json"))
+    assert (figures["pid"], figures["table_bytes"], figures["draining"]) == (process.child.pid, 0, False)
+    assert "segment dir" in run("status").stdout
+
+
+def test_a_pool_with_a_key_wants_to_see_it(start_pool: StartPool, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret\n")
+    with start_pool(tmp_path / "keyed", "--api-key-file", str(keys)) as process:
+        refused = CliRunner().invoke(app, ["ls", "--pool", process.address])
+        assert type(refused.exception).__name__ == "AccessDenied"
+        assert CliRunner().invoke(app, ["ls", "--pool", process.address, "--api-key-file", str(keys)]).exit_code == 0
