@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import grpc
@@ -72,11 +73,12 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return answer
 
     def _streaming(
-        self, method: str, inner: Callable[..., AsyncIterator[Any]], refusal: Exception | None
+        self, method: str, inner: Callable[..., AsyncGenerator[Any, None]], refusal: Exception | None
     ) -> Callable[..., AsyncIterator[Any]]:
         async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
-            async with _Call(self, method, context, refusal):
-                async for response in inner(request, context):
+            # Closed here and now when the caller leaves, not when the garbage collector comes by.
+            async with _Call(self, method, context, refusal), contextlib.aclosing(inner(request, context)) as responses:
+                async for response in responses:
                     yield response
 
         return answer

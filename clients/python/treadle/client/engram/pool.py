@@ -120,11 +120,17 @@ class EngramPool:
         self.close()
 
     def _load(self, request: pb.LoadTableRequest, progress: ProgressCallback | None, timeout_seconds: float) -> types.ResidentModel:
-        for answer in self._endpoint.stream(self._stub.LoadTable, request, timeout_seconds):
+        loaded: types.ResidentModel | None = None
+        for answer in self._endpoint.stream(
+            self._stub.LoadTable, request, timeout_seconds
+        ):  # to its end: leaving early counts as cancelled
             if answer.WhichOneof("event") == "loaded":
-                return types.resident_model(answer.loaded)
-            _report(progress, answer.progress)
-        raise Unavailable("the pool ended the load without a result")
+                loaded = types.resident_model(answer.loaded)
+            else:
+                _report(progress, answer.progress)
+        if loaded is None:
+            raise Unavailable("the pool ended the load without a result")
+        return loaded
 
 
 class AsyncEngramPool:
