@@ -1,0 +1,140 @@
+"""The `treadle` command against fake services: real processes, ports, locks and signals, no model and no tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from treadle.cli.process_mark import ProcessMark
+from treadle.cli.segments import segment_dir
+
+HERE = Path(__file__).parent
+SERVICES = {"engram_pool": "engram-pool", "inference_worker": "inference-worker", "inference_gateway": "inference-gateway"}
+DEADLINE_SECONDS = 20.0
+
+
+def poll(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until the condition is true; its value."""
+    ends = time.monotonic() + DEADLINE_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < ends, f"not within {DEADLINE_SECONDS:.0f} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass
+class Cli:
+    """`python -m treadle.cli` with a home and services of its own."""
+
+    home: Path
+    packages: Path
+    extra: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = os.pathsep.join([str(self.packages), *filter(None, [os.environ.get("PYTHONPATH"), *_tree_paths()])])
+        return {
+            **os.environ, "TREADLE_HOME": str(self.home), "PYTHONPATH": path, "FAKE_MODEL_DIR": str(self.home / "model"), "COLUMNS": "80",
+            **self.extra,
+        }  # fmt: skip
+
+    def __call__(self, *arguments: str, code: int = 0, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        """Run to the end and check the exit code."""
+        run = subprocess.run(
+            [sys.executable, "-m", "treadle.cli", *arguments], env=self.environment, cwd=self.home, input=stdin, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert run.returncode == code, f"exit code {run.returncode}\n{run.stdout}\n{run.stderr}"
+        assert "\x1b" not in run.stdout + run.stderr
+        return run
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start without waiting."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "treadle.cli", *arguments], env=self.environment, cwd=self.home, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def segments(self) -> Path:
+        return segment_dir(self.home)
+
+    def state(self) -> dict[str, Any] | None:
+        """The state file as it is now."""
+        try:
+            return dict(json.loads((self.home / "run" / "state.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+    def wait_ready(self) -> dict[str, Any]:
+        """The state once it says ready."""
+        return dict(poll(lambda: (state := self.state()) and state["stage"] == "ready" and state, "treadle up"))
+
+    def process(self, service: str) -> ProcessMark | None:
+        """The process of a service."""
+        records = {record["service"]: record for record in (self.state() or {"services": []})["services"]}
+        mark = records.get(service, {}).get("process")
+        return ProcessMark(**mark) if mark else None
+
+
+@pytest.fixture
+def wait_for() -> Callable[[Callable[[], Any], str], Any]:
+    """Waits for a condition, with a limit."""
+    return poll
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Iterator[Cli]:
+    packages = tmp_path / "packages"
+    for package, service in SERVICES.items():
+        (packages / package).mkdir(parents=True)
+        (packages / package / "__init__.py").touch()
+        (packages / package / "__main__.py").write_text(f"import fake_fabric, sys\nsys.exit(fake_fabric.main({service!r}))\n")
+    for module in ("fake_fabric.py", "fake_grpc.py"):
+        (packages / module).write_text((HERE / module).read_text())
+    add_plugins(packages, {"model": "fake_fabric:model_app", "pool": "fake_fabric:pool_app", "bench": "fake_fabric:bench_app"})
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    command = Cli(tmp_path, packages)
+    yield command
+    if command.state() is not None:
+        command("down")
+    assert not command.segments.exists(), "a test left segments behind"
+
+
+def add_plugins(packages: Path, entries: dict[str, str]) -> None:
+    """Make the folder hold a distribution with these commands."""
+    info = packages / "treadle_fakes-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: treadle-fakes\nVersion: 9.9\nSummary: Commands for tests.\n")
+    lines = [f"{name} = {target}" for name, target in entries.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[treadle.commands]", *lines]) + "\n")
+
+
+@pytest.fixture(scope="session")
+def fakes() -> ModuleType:
+    """The fake services as a module of this process."""
+    spec = importlib.util.spec_from_file_location("fake_fabric", HERE / "fake_fabric.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _tree_paths() -> list[str]:
+    """Where the namespace package comes from when it is not installed."""
+    import treadle.contract  # the other parts of the namespace lie in other folders
+
+    return [str(Path(path).parent) for path in sys.modules["treadle"].__path__ if treadle.contract]

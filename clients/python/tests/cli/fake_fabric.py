@@ -1,0 +1,148 @@
+"""Stand-ins for the three services and for the commands of other packages: real processes and ports, canned answers.
+
+Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
+(never ready), `stubborn` (ignore SIGTERM). `FAKE_ANSWER` is what the gateway says, `FAKE_TICKETS` what the worker counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import typer
+
+MODEL = "fake-135m"
+model_app, pool_app, bench_app = typer.Typer(), typer.Typer(), typer.Typer()
+
+
+def main(service: str) -> int:
+    """Run one fake service until SIGTERM."""
+    toggle = os.environ.get(f"FAKE_{service.upper().replace('-', '_')}", "")
+    arguments = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if toggle == "stubborn" else lambda *_: stopped.set())
+    sys.stderr.write(f"{service} begins with {sorted(arguments)}\n")
+    if toggle == "die":
+        sys.exit("no such port: 42")
+    if service == "inference-gateway":
+        listen = _serve_gateway(arguments)
+    else:
+        fake_grpc = importlib.import_module("fake_grpc")  # only here: gRPC takes longer to import than all the rest
+        listen = fake_grpc.serve_pool(arguments) if service == "engram-pool" else fake_grpc.serve_worker(arguments)
+    if toggle != "mute":
+        metrics = arguments.get("--metrics-listen", "").replace(":0", ":1")
+        ready = {"ready": True, "service": service, "listen": listen, "metrics": metrics, "pid": os.getpid(), "version": "9.9"}
+        print(json.dumps(ready), flush=True)
+    while not stopped.wait(3600):
+        continue
+    sys.stderr.write(f"{service} drained\n")
+    return 0
+
+
+def _serve_gateway(arguments: dict[str, str]) -> str:
+    host, _, port = arguments["--listen"].rpartition(":")
+    server = ThreadingHTTPServer((host, int(port)), Gateway)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"{host}:{server.server_port}"
+
+
+class Gateway(BaseHTTPRequestHandler):
+    """As much of OpenAI's API as the command uses. Keeps the bodies that it got in `seen`."""
+
+    seen: list[dict[str, Any]] = []  # noqa: RUF012 - one list for all, on purpose
+    keys: tuple[str, ...] = ()
+
+    def do_GET(self) -> None:
+        """Answer /ready and /v1/models."""
+        self._reply(200, {"ready": True} if self.path == "/ready" else {"data": [{"id": MODEL}]})
+
+    def do_POST(self) -> None:
+        """Stream an answer, word by word."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.seen.append(body)
+        if self.keys and self.headers["Authorization"] not in [f"Bearer {key}" for key in self.keys]:
+            return self._reply(401, {"error": {"message": "no such key", "code": "invalid_api_key"}})
+        if body["model"] != MODEL:
+            return self._reply(404, {"error": {"message": f"the model {body['model']!r} is not served here"}})
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        said = body["messages"][-1]["content"]
+        words = os.environ.get("FAKE_ANSWER", f"{said} indeed").split()
+        for number, word in enumerate(words):
+            self._chunk([{"index": 0, "delta": {"content": ("" if number == 0 else " ") + word}, "finish_reason": None}])
+        if said == "break off":
+            return None
+        self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}], treadle={"degraded": said == "forget"})
+        self._chunk([], usage={"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)})
+        self.wfile.write(b"data: [DONE]\n\n")
+        return None
+
+    def _chunk(self, choices: list[Any], **more: Any) -> None:
+        chunk = {"id": "1", "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL, "choices": choices}
+        self.wfile.write(b"data: " + json.dumps(chunk | more).encode() + b"\n\n")
+
+    def _reply(self, code: int, document: dict[str, Any]) -> None:
+        data = json.dumps(document).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: the tests look at what comes back."""
+
+
+@model_app.callback()
+def _model() -> None:
+    """Models."""
+
+
+@model_app.command()
+def fetch(name: str, as_json: bool = typer.Option(False, "--json")) -> None:
+    """Say where the model is."""
+    if name == "unknown":
+        raise SystemExit(f"no model {name!r}; there is {MODEL}")
+    print(json.dumps({"model": name, "path": os.environ["FAKE_MODEL_DIR"]}))
+
+
+@pool_app.callback()
+def _pool() -> None:
+    """Tables."""
+
+
+@pool_app.command()
+def load(
+    name: str,
+    random: bool = False,
+    profile: str = "",
+    tokenizer: str = "",
+    pool: str = "",
+    as_json: bool = typer.Option(False, "--json"),
+) -> None:
+    """Say that it is loaded."""
+    print(json.dumps({"model": name, "pool": pool}))
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Figures."""
+
+
+@bench_app.command()
+def chat(quick: bool = False, pool: str = "", model_dir: str = "", as_json: bool = typer.Option(False, "--json")) -> None:
+    """Two measurements."""
+    params = {"phase": "decode", "batch": 1}
+    rows = [
+        {"name": "local", "params": params, "unit": "tok/s", "median": 20.0, "p99": 21.0, "n": 3},
+        {"name": "mapped", "params": params, "unit": "tok/s", "median": 19.9, "ratio": 0.995, "ratio_ci95": [0.98, 1.01], "baseline": "local"},
+    ]  # fmt: skip
+    print(json.dumps({"command": "treadle bench chat", "machine": {"cpu": "fake"}, "versions": {}, "rows": rows}))

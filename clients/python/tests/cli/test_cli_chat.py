@@ -1,0 +1,137 @@
+"""Conversations with a gateway that answers as OpenAI's does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from treadle.cli.conversation import HISTORY_MESSAGES_MAX, Conversation, connect
+from treadle.cli.gateway import find_gateway, first_key, reachable_url, served_model
+from treadle.cli.run_folder import RunFolder
+from treadle.contract.errors import AccessDenied, NotFound, Unavailable
+
+
+@pytest.fixture
+def gateway(fakes: ModuleType) -> Iterator[str]:
+    """URL of a fake gateway."""
+    fakes.Gateway.seen.clear()
+    fakes.Gateway.keys = ()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), fakes.Gateway)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def talk(gateway: str, fakes: ModuleType) -> Iterator[Conversation]:
+    with connect(gateway, None) as client:
+        yield Conversation(client, fakes.MODEL)
+
+
+def ignore(text: str) -> None:
+    """Nobody listens."""
+
+
+def test_an_answer_comes_in_pieces_and_is_told_whole(talk: Conversation) -> None:
+    pieces: list[str] = []
+    answer = talk.ask("what is warp", pieces.append)
+    assert pieces == ["what", " is", " warp", " indeed"]
+    assert answer.text == "what is warp indeed"
+    assert answer.finish_reason == "stop"
+    assert answer.usage["completion_tokens"] == 4
+    assert answer.memory == {"degraded": False}
+    assert answer.seconds_to_first is not None
+    assert 0 < answer.seconds_to_first <= answer.seconds
+    assert not answer.stopped
+
+
+def test_the_gateway_gets_what_was_said_before_up_to_a_limit(talk: Conversation, fakes: ModuleType) -> None:
+    talk.system, talk.max_tokens, talk.temperature = "be brief", 7, 0.0
+    for number in range(HISTORY_MESSAGES_MAX):
+        talk.ask(f"question {number}", ignore)
+    first, second, last = fakes.Gateway.seen[0], fakes.Gateway.seen[1], fakes.Gateway.seen[-1]
+    assert (first["max_tokens"], first["temperature"], first["stream"]) == (7, 0.0, True)
+    assert [message["content"] for message in second["messages"]] == ["be brief", "question 0", "question 0 indeed", "question 1"]
+    assert len(last["messages"]) == HISTORY_MESSAGES_MAX + 2  # and the system prompt, and the question
+    talk.forget()
+    talk.ask("anew", ignore)
+    assert [message["content"] for message in fakes.Gateway.seen[-1]["messages"]] == ["be brief", "anew"]
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_conversation(talk: Conversation) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    answer = talk.ask("tell me a long story", interrupt)
+    assert answer.stopped
+    assert answer.text == "tell"
+    assert talk.ask("go on", ignore).text == "go on indeed"
+
+
+def test_an_answer_that_breaks_off_has_no_finish_reason(talk: Conversation) -> None:
+    assert talk.ask("break off", ignore).finish_reason is None
+
+
+def test_refusals_are_told_in_our_words_and_leave_no_trace_in_the_history(talk: Conversation, fakes: ModuleType) -> None:
+    model, talk.model = talk.model, "other"
+    with pytest.raises(NotFound, match=r"404.*'other' is not served here"):
+        talk.ask("hello", ignore)
+    talk.model = model
+    fakes.Gateway.keys = ("secret",)
+    with pytest.raises(AccessDenied, match="401"):
+        talk.ask("hello", ignore)
+    fakes.Gateway.keys = ()
+    talk.ask("at last", ignore)
+    assert len(fakes.Gateway.seen[-1]["messages"]) == 1
+
+
+def test_a_gateway_that_is_not_there_is_told_as_such(fakes: ModuleType) -> None:
+    with connect("http://127.0.0.1:9", None) as client, pytest.raises(Unavailable, match="does not answer"):
+        Conversation(client, fakes.MODEL).ask("hello", ignore)
+    with pytest.raises(Unavailable, match="`treadle up` starts it"):
+        served_model("http://127.0.0.1:9")
+
+
+def test_the_gateway_is_the_one_given_or_the_default(tmp_path: Path) -> None:
+    folder, keys = RunFolder(tmp_path), tmp_path / "keys"
+    keys.write_text("\n# a comment\nfirst\nsecond\n")
+    assert find_gateway(folder) == ("http://127.0.0.1:8000", None)
+    assert find_gateway(folder, "http://there:1/v1/", str(keys)) == ("http://there:1", "first")
+    with pytest.raises(NotFound, match="cannot be read"):
+        first_key(str(tmp_path / "none"))
+
+
+def test_an_address_of_every_interface_is_reached_by_loopback() -> None:
+    assert reachable_url("0.0.0.0:8000") == "http://127.0.0.1:8000"
+    assert reachable_url("127.0.0.1:1") == "http://127.0.0.1:1"
+
+
+def test_one_question_prints_the_answer_and_what_one_has_to_know(cli: Any, gateway: str, fakes: ModuleType) -> None:
+    run = cli("chat", "--url", gateway, "forget")
+    assert run.stdout == "forget indeed\n"
+    assert run.stderr == "(made with memory missing)\n"
+    document = json.loads(cli("chat", "--url", gateway, "--json", "what is weft").stdout)
+    assert document["answer"] == "what is weft indeed"
+    assert document["model"] == fakes.MODEL
+
+
+def test_questions_are_read_line_by_line(cli: Any, gateway: str, fakes: ModuleType) -> None:
+    run = cli("chat", "--url", gateway, "--system", "be brief", stdin="one\n\n/help\n/new\ntwo\n/quit\nthree\n")
+    assert run.stdout == "one indeed\ntwo indeed\n"
+    assert "/new forgets" in run.stderr
+    assert [len(body["messages"]) for body in fakes.Gateway.seen] == [2, 2]
+
+
+def test_errors_end_with_code_one_and_a_line(cli: Any, gateway: str) -> None:
+    assert cli("chat", "--url", gateway, "--model", "other", "hello", code=1).stderr.startswith("error: the gateway answers 404")
+    assert "broke off" in cli("chat", "--url", gateway, "break off", code=1).stderr

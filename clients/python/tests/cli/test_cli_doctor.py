@@ -1,0 +1,179 @@
+"""The doctor, on machines made of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from treadle.cli.doctor import devices, memory, processor, software
+from treadle.cli.doctor.command import CHECKS, doctor
+from treadle.cli.doctor.finding import Finding, Host, Level
+
+CPU = (
+    "processor\t: 0\nmodel name\t: Loom 9000\nflags\t\t: fpu sse4_2 avx2 avx512f clwb\n\nprocessor\t: 1\nmodel name\t: Loom 9000\n"
+)
+MEMINFO = "MemTotal:       16777216 kB\nMemAvailable:    8388608 kB\n"
+THP = "/sys/kernel/mm/transparent_hugepage"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[dict[str, str]], Host]:
+    def make(files: dict[str, str]) -> Host:
+        for name, text in files.items():
+            path = tmp_path / name.lstrip("/")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return Host(tmp_path, search_path=str(tmp_path / "bin"))
+
+    return make
+
+
+Machine = Callable[[dict[str, str]], Host]
+
+
+def test_the_cpu_is_named_with_the_instructions_that_matter(machine: Machine) -> None:
+    finding = processor.cpu(machine({"/proc/cpuinfo": CPU, "/sys/fs/cgroup/cpu.max": "150000 100000"}))
+    assert finding.found == "Loom 9000, 2 cores, sse4.2 avx2 avx512 clwb (limited to 1.5 by the container)"
+    assert finding.level is Level.OK
+
+
+def test_a_cpu_without_checksum_instructions_is_a_warning(machine: Machine) -> None:
+    finding = processor.cpu(machine({"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu\n"}))
+    assert finding.level is Level.WARN
+    assert finding.advice
+
+
+def test_one_core_is_a_warning(machine: Machine) -> None:
+    assert processor.cpu(machine({"/proc/cpuinfo": "processor\t: 0\nflags\t\t: sse4_2\n"})).level is Level.WARN
+
+
+def test_a_numa_node_without_cpus_is_far_memory_and_the_advice_binds_to_it(machine: Machine) -> None:
+    node = "/sys/devices/system/node"
+    far = {f"{node}/node0/cpulist": "0-1", f"{node}/node1/cpulist": "", f"{node}/node1/meminfo": "Node 1 MemTotal: 134217728 kB"}
+    finding = processor.numa(machine(far))
+    assert "node1 128.0 GiB without CPUs" in finding.found
+    assert "bind:1" in finding.advice
+
+
+def test_two_numa_nodes_with_cpus_are_advised_to_share_one(machine: Machine) -> None:
+    node = "/sys/devices/system/node"
+    assert "numactl" in processor.numa(machine({f"{node}/node0/cpulist": "0", f"{node}/node1/cpulist": "1"})).advice
+
+
+def test_memory_is_told_with_the_limit_of_the_container(machine: Machine) -> None:
+    finding = memory.memory(machine({"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory.max": str(4 << 30)}))
+    assert finding.found.startswith("16.0 GiB, 8.0 GiB available, container limit 4.0 GiB")
+    assert memory.memory(machine({"/proc/meminfo": "MemTotal: 16 kB\nMemAvailable: 8 kB\n"})).level is Level.WARN
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("always [madvise] never", Level.OK),
+        ("[always] madvise never", Level.OK),
+        ("always madvise [never]", Level.WARN),
+        ("", Level.WARN),
+    ],
+)
+def test_private_huge_pages(machine: Machine, text: str, level: Level) -> None:
+    assert memory.huge_anonymous(machine({f"{THP}/enabled": text})).level is level
+
+
+@pytest.mark.parametrize(
+    ("chosen", "level"),
+    [("always", Level.OK), ("within_size", Level.OK), ("never", Level.INFO), ("advise", Level.INFO), ("deny", Level.WARN)],
+)
+def test_shared_huge_pages(machine: Machine, chosen: str, level: Level) -> None:
+    text = "always within_size advise never deny force".replace(chosen, f"[{chosen}]")
+    finding = memory.huge_shared(machine({f"{THP}/shmem_enabled": text}))
+    assert finding.level is level
+    assert bool(finding.advice) is (level is not Level.OK)
+
+
+def test_mounts_that_give_huge_pages_are_listed(machine: Machine) -> None:
+    mounts = (
+        "tmpfs /dev/shm tmpfs rw 0 0\ntmpfs /mnt/t tmpfs rw,huge=always,size=4G 0 0\nnone /mnt/h hugetlbfs rw,pagesize=2M 0 0\n"
+    )
+    assert memory.huge_mounts(machine({"/proc/mounts": mounts})).found == "/mnt/t (tmpfs huge=always), /mnt/h (hugetlbfs)"
+    assert memory.huge_mounts(machine({"/proc/mounts": "tmpfs /dev/shm tmpfs rw,huge=never 0 0"})).found == "none"
+
+
+def test_reserved_huge_pages_are_counted(machine: Machine) -> None:
+    pages = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+    assert memory.hugetlb(machine({f"{pages}/nr_hugepages": "64", f"{pages}/free_hugepages": "60"})).found == "2 MiB: 64, 60 free"
+    assert memory.hugetlb(machine({f"{pages}/nr_hugepages": "0"})).found == "none"
+
+
+def test_a_machine_without_dev_shm_is_a_warning(machine: Machine) -> None:
+    assert memory.shared_memory(machine({})).level is Level.WARN
+    assert "free" in memory.shared_memory(machine({"/dev/shm/x": ""})).found
+
+
+def test_devices_are_named_where_they_are(machine: Machine) -> None:
+    port = "/sys/class/infiniband/mlx5_0/ports/1"
+    host = machine(
+        {
+            "/dev/dax0.0": "", "/sys/bus/dax/devices/dax0.0/size": str(64 << 30), "/sys/bus/cxl/devices/mem0/x": "",
+            f"{port}/state": "4: ACTIVE", f"{port}/rate": "200 Gb/sec (4X HDR)",
+            "/proc/driver/nvidia/version": "NVRM version: 1", "/proc/driver/nvidia/gpus/0000:01:00.0/information": "",
+        }
+    )  # fmt: skip
+    assert devices.dax(host).found == "dax0.0 (64 GiB)"
+    assert devices.cxl(host).found == "mem0"
+    assert devices.rdma(host).found == "mlx5_0/1 ACTIVE 200 Gb/sec (4X HDR)"
+    assert devices.gpu(host).level is Level.WARN  # a driver, but no nvidia-smi that answers
+
+
+def test_an_rdma_port_that_is_down_is_a_warning(machine: Machine) -> None:
+    assert devices.rdma(machine({"/sys/class/infiniband/mlx5_0/ports/1/state": "1: DOWN"})).level is Level.WARN
+
+
+def test_a_bare_machine_has_no_devices_and_no_warning_for_it(machine: Machine) -> None:
+    host = machine({})
+    found = [check(host) for check in (devices.dax, devices.cxl, devices.rdma, devices.gpu)]
+    assert {finding.found for finding in found} == {"none"}
+    assert {finding.level for finding in found} == {Level.INFO}
+
+
+def test_gpus_are_as_nvidia_smi_says(machine: Machine, tmp_path: Path) -> None:
+    host = machine({"/bin/nvidia-smi": "#!/bin/sh\necho 'NVIDIA H200, 143771 MiB'\n"})
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    assert devices.gpu(host).found == "NVIDIA H200, 143771 MiB"
+
+
+def test_a_program_that_fails_is_as_if_it_were_not_there(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    host = machine({"/bin/c++": "#!/bin/sh\nexit 1\n"})
+    (tmp_path / "bin" / "c++").chmod(0o755)
+    assert software.compiler(host).found == "none"
+
+
+def test_a_module_that_does_not_load_is_told_with_its_reason() -> None:
+    assert software.implementation("no_such_module") == "does not load: ModuleNotFoundError: No module named 'no_such_module'"
+
+
+def test_the_loops_in_use_are_those_that_the_modules_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TREADLE_KERNELS", "numpy")
+    kernels, _ = software.loops(Host())
+    assert (kernels.found, kernels.level) == ("numpy", Level.WARN)
+
+
+def test_every_check_survives_a_machine_of_which_nothing_can_be_read(machine: Machine) -> None:
+    host = machine({})
+    for check in CHECKS:
+        found = check(host)
+        for finding in found if isinstance(found, list) else [found]:
+            assert isinstance(finding, Finding)
+            assert finding.found
+            assert finding.means
+            assert finding.advice or finding.level is not Level.WARN
+
+
+def test_findings_are_json_for_programs_and_fit_the_screen_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor(as_json=True, root=tmp_path)
+    assert set(json.loads(capsys.readouterr().out)["findings"][0]) == {"name", "found", "means", "advice", "level"}
+    doctor(as_json=False, root=Path("/"))
+    assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80

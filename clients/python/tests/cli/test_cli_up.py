@@ -1,0 +1,207 @@
+"""A fabric of fake services comes up, is looked at, loses a service, and goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SERVICES = ("engram-pool", "inference-worker", "inference-gateway")
+FREE = ("--gateway-port", "0")
+FOLDER = (*FREE, "--model", "./model")  # which saves the fetch
+
+
+def marks_of(cli: Any) -> list[Any]:
+    return [cli.process(service) for service in SERVICES]
+
+
+def stopped(cli: Any) -> list[str]:
+    """Services in the order in which the supervisor's log says that they stopped."""
+    lines = (cli.home / "run" / "logs" / "supervisor.log").read_text().splitlines()
+    return [line.split()[2] for line in lines if line.endswith(" stopped")]
+
+
+def finish(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def test_a_detached_fabric_comes_up_is_seen_answers_and_goes(cli: Any) -> None:
+    up = json.loads(cli("up", "--detach", "--json", *FREE).stdout)
+    marks = marks_of(cli)
+    assert all(mark.alive() for mark in marks)
+    assert up["model"] == "fake-135m"
+    assert [record["service"] for record in up["services"]] == list(SERVICES)
+    assert Path(up["segment_dir"], "segment").exists()
+
+    status = json.loads(cli("status", "--json").stdout)
+    assert status["ready"] is True
+    assert {service["service"]: service["ready"] for service in status["services"]} == dict.fromkeys(SERVICES, True)
+    assert status["services"][0]["figures"]["table_bytes"] == 204 << 20
+    text = cli("status").stdout
+    assert "40 of 40" not in text
+    assert "80 of 80 tickets in time" in text.replace("\n", " ")
+    assert max(map(len, text.splitlines())) <= 80
+
+    refused = cli("up", *FREE, code=1).stderr
+    assert f"already up: pid {up['pid']}, {up['gateway_url']}" in refused
+
+    assert cli("chat", "Is this a loom?").stdout == "Is this a loom? indeed\n"
+    assert "inference-worker  | inference-worker begins" in cli("logs").stdout
+
+    assert "stopped" in cli("down").stdout
+    assert not any(mark.alive() for mark in marks)
+    assert stopped(cli) == list(reversed(SERVICES))
+    assert not cli.segments.exists()
+
+
+def test_kill_minus_nine_of_up_leaves_no_process_and_down_frees_what_it_left(cli: Any) -> None:
+    process = cli.start("up", *FOLDER)
+    cli.wait_ready()
+    marks = marks_of(cli)
+    process.kill()
+    process.communicate()
+    assert all(mark.wait_gone(10.0) for mark in marks)
+    assert (cli.segments / "segment").exists()
+    assert json.loads(cli("status", "--json", code=1).stdout) == {"up": False, "ready": False, "services": []}
+    assert "that a crashed run left" in cli("down").stdout
+    assert not cli.segments.exists()
+    assert cli.state() is None
+
+
+def test_a_killed_service_is_back_on_its_address(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    before = cli.state()["services"]
+    assert [record["service"] for record in before] == list(SERVICES[1:])
+    cli.process("inference-worker").send(signal.SIGKILL)
+    after = wait_for(
+        lambda: (now := cli.state()["services"]) and now[0]["restarts"] == 1 and now[0]["stage"] == "ready" and now, "it is back"
+    )
+    assert [record["listen"] for record in after] == [record["listen"] for record in before]
+
+
+def test_services_are_started_with_what_the_options_say(cli: Any) -> None:
+    key_file = cli.home / "keys"
+    key_file.write_text("# ours\nsecret\n")
+    cli(
+        "up", "--detach", *FOLDER, "--engram-transport", "rpc", "--engram-fusion", "on", "--api-key-file", str(key_file),
+    )  # fmt: skip
+    logs = cli("logs").stdout
+    assert "inference-worker begins" not in cli("logs", "pool").stdout
+    begun = {line.partition(" | ")[0].strip(): line for line in logs.splitlines() if "begins with" in line}
+    assert "--segment-dir" in begun["engram-pool"]
+    assert all(flag in begun["inference-worker"] for flag in ("--engram-pool", "--engram-transport", "--engram-fusion"))
+    assert "--api-key-file" in begun["inference-gateway"]
+    assert cli.state()["api_key_file"] == str(key_file)
+    assert not (cli.home / "run" / "logs" / "model-fetch.log").exists()  # a folder is used as it is
+
+
+def test_ctrl_c_drains_gateway_worker_and_pool_in_that_order(cli: Any) -> None:
+    process = cli.start("up", *FOLDER)
+    cli.wait_ready()
+    marks = marks_of(cli)
+    code, out, err = finish(process)
+    assert code == 0, err
+    assert "Ctrl-C stops it" in out
+    assert "curl http://127.0.0.1:" in out
+    assert "\x1b" not in out + err
+    assert stopped(cli) == list(reversed(SERVICES))
+    assert not any(mark.alive() for mark in marks)
+    assert cli.state() is None
+
+
+@pytest.mark.parametrize("arguments", [("up",), ("up", "--detach")])
+def test_a_service_that_dies_before_it_is_ready_stops_everything(cli: Any, arguments: tuple[str, ...]) -> None:
+    cli.extra["FAKE_INFERENCE_WORKER"] = "die"
+    run = cli(*arguments, *FOLDER, code=1)
+    assert "inference-worker did not become ready (exit code 1)" in run.stderr
+    assert "no such port: 42" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert stopped(cli) == ["inference-worker", "engram-pool"]
+    assert cli.state() is None
+
+
+def test_a_model_that_is_not_known_is_told_as_the_fetch_tells_it(cli: Any) -> None:
+    assert "no model 'unknown'" in cli("up", *FREE, "--model", "unknown", code=1).stderr
+    assert "has no config.json" in cli("up", *FREE, "--model", "./nowhere", code=1).stderr
+
+
+def test_ctrl_c_during_the_start_takes_everything_down(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli.extra["FAKE_INFERENCE_WORKER"] = "mute"
+    for arguments in (("up",), ("up", "--detach")):
+        process = cli.start(*arguments, *FOLDER)
+        wait_for(lambda: cli.process("inference-worker"), "the worker's process")
+        mark = cli.process("engram-pool")
+        if arguments == ("up",):
+            assert "already up" in cli("up", *FOLDER, code=1).stderr
+            assert "still starting" in cli("chat", "hello", code=1).stderr
+            assert "inference-worker" in cli("status", code=1).stdout
+        code, _, err = finish(process)
+        assert code == 130, err
+        assert not mark.alive()
+        assert cli.state() is None
+
+
+def test_a_taken_port_is_told_before_anything_starts(cli: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        error = cli("up", "--gateway-port", port, code=1).stderr
+    assert f"cannot listen on 127.0.0.1:{port}" in error
+    assert "--gateway-port" in error
+    assert not (cli.home / "run" / "logs" / "engram-pool.log").exists()
+
+
+def test_ports_follow_the_base(cli: Any) -> None:
+    from treadle.cli.fabric import POOL, FabricOptions, FabricRun
+    from treadle.cli.run_folder import RunFolder
+
+    run = FabricRun(RunFolder(cli.home), FabricOptions(port_base=7400), lambda event: None)
+    pool = run._internal(POOL, ())
+    assert (pool.listen, pool.metrics) == ("127.0.0.1:7401", "127.0.0.1:7411")
+
+
+def test_a_second_ctrl_c_kills_what_does_not_drain(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli.extra["FAKE_INFERENCE_GATEWAY"] = "stubborn"
+    process = cli.start("up", *FOLDER)
+    cli.wait_ready()
+    process.send_signal(signal.SIGINT)
+    log = cli.home / "run" / "logs" / "supervisor.log"
+    wait_for(lambda: "inference-gateway drains" in log.read_text(), "the drain")
+    code, _, err = finish(process)  # no more patience
+    assert code == 0, err
+    assert "inference-gateway killed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--gateway-port", "70000"), "ports lie between"),
+        (("--timeout", "0"), "positive number"),
+        (("--host", "0.0.0.0"), "--api-key-file"),
+    ],
+)
+def test_wrong_options_are_refused_with_a_reason(cli: Any, arguments: tuple[str, ...], words: str) -> None:
+    assert words in cli("up", *arguments, code=1).stderr
+
+
+def test_logs_of_what_was_never_up_say_so(cli: Any) -> None:
+    assert "no log of any service" in cli("logs", code=1).stderr
+
+
+def test_following_logs_shows_what_is_written_from_now_on(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER)
+    follower = cli.start("logs", "-f", "-n", "1", "supervisor")
+    assert follower.stdout is not None
+    assert "inference-gateway is ready" in follower.stdout.readline()
+    cli("down")
+    assert "inference-gateway drains" in follower.stdout.readline()
+    assert finish(follower)[0] == 0
+    assert not os.path.exists(cli.segments)

@@ -1,0 +1,1 @@
+"""What this machine has for the fabric, what that means, and how to get more."""

@@ -1,0 +1,66 @@
+"""How the command finds and asks a gateway, before any SDK of OpenAI comes in."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from treadle.cli.run_folder import RunFolder
+from treadle.contract.errors import NotFound, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+ANSWER_SECONDS = 5.0
+_EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
+
+
+def reachable_url(listen: str) -> str:
+    """Where a client on this host reaches a gateway that listens on `host:port`."""
+    address = listen.removeprefix("http://")
+    host, _, port = address.rpartition(":")
+    return f"http://{'127.0.0.1' if host in _EVERY_INTERFACE else host}:{port}"
+
+
+def find_gateway(folder: RunFolder, url: str = "", key_file: str = "") -> tuple[str, str | None]:
+    """(URL, key) of the gateway meant: the one given, else the one that is up, else the default port."""
+    state = folder.read()
+    if not url and state is not None and state.stage == "starting":
+        raise Unavailable(f"treadle is still starting ({state.step}); try again once `treadle status` says ready")
+    running = state.gateway_url if state else DEFAULT_URL
+    return (url or running).rstrip("/").removesuffix("/v1"), first_key(key_file or (state.api_key_file if state else ""))
+
+
+def served_model(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> str:
+    """Name of the first model that a gateway serves. Unavailable if it does not answer."""
+    try:
+        return str(json.loads(get(f"{url}/v1/models", key, seconds))["data"][0]["id"])
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise Unavailable(f"{url}/v1/models is not a list of models; is this a treadle gateway?") from error
+
+
+def get(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
+    """The body of a 200 answer. Unavailable, saying what came instead."""
+    request = urllib.request.Request(url)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Unavailable(f"{url} answers {error.code} {error.reason}") from error
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        raise Unavailable(f"{url} does not answer ({reason}); is it up? `treadle up` starts it") from error
+
+
+def first_key(path: str) -> str | None:
+    """The first key in a key file (one a line, # is a comment); None for no file."""
+    if not path:
+        return None
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise NotFound(f"the key file {path} cannot be read: {error.strerror}") from error
+    return next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), None)

@@ -1,0 +1,129 @@
+"""The run folder of a fabric: who runs where, the lock that makes it one, the logs.
+
+Owns `$TREADLE_HOME/run` (default `~/.cache/treadle/run`): `up.lock`, `state.json`, `logs/`. Does not start or stop anything.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treadle.cli.process_mark import ProcessMark
+from treadle.contract.errors import DataLoss, Unavailable
+
+SCHEMA = "treadle.run/1"
+STATE_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRecord:
+    """One service as its supervisor last saw it. `stage`: starting, ready, backoff, dead or stopped."""
+
+    service: str
+    stage: str
+    listen: str = ""
+    metrics: str = ""
+    version: str = ""
+    restarts: int = 0
+    process: ProcessMark | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FabricState:
+    """A running fabric. `stage`: starting, ready or draining; `step`: what it is waiting for while it starts."""
+
+    supervisor: ProcessMark
+    stage: str
+    gateway_url: str
+    segment_dir: str
+    step: str = ""
+    model_dir: str = ""
+    api_key_file: str = ""
+    services: tuple[ServiceRecord, ...] = field(default=())
+
+    def service(self, name: str) -> ServiceRecord | None:
+        """The record of one service, if it has one."""
+        return next((record for record in self.services if record.service == name), None)
+
+
+def home() -> Path:
+    """$TREADLE_HOME, default `~/.cache/treadle` (or under $XDG_CACHE_HOME)."""
+    if set_home := os.environ.get("TREADLE_HOME"):
+        return Path(set_home).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "treadle"
+
+
+class RunFolder:
+    """The run folder under `home`; made when it is first locked."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.path = home / "run"
+        self.logs = self.path / "logs"
+        self.state_path = self.path / "state.json"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold `up.lock`: one fabric for each run folder. Unavailable, naming who holds it."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            self._take(fd)
+            yield
+        finally:
+            os.close(fd)
+
+    def write(self, state: FabricState) -> None:
+        """Replace the state; a reader sees the old one or the new one."""
+        partial = self.state_path.with_suffix(".partial")
+        document = {"schema": SCHEMA} | asdict(state)
+        partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        partial.replace(self.state_path)
+
+    def read(self) -> FabricState | None:
+        """The state of a live fabric, or None; what a crash left behind does not count. DataLoss if it cannot be read."""
+        state = self.read_any()
+        return state if state is not None and state.supervisor.alive() else None
+
+    def read_any(self) -> FabricState | None:
+        """The state that is there, also of a dead fabric."""
+        try:
+            with self.state_path.open(encoding="utf-8") as file:
+                document = json.loads(file.read(STATE_BYTES_MAX))
+            return _state_from(document)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataLoss(f"{self.state_path} is not a state of {SCHEMA} ({error}); remove it once nothing runs") from error
+
+    def forget(self) -> None:
+        """Remove the state."""
+        self.state_path.unlink(missing_ok=True)
+
+    def _take(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Unavailable(self._who_is_up()) from None
+
+    def _who_is_up(self) -> str:
+        state = self.read_any()
+        if state is None:
+            return f"another `treadle up` is starting in {self.path}"
+        return f"treadle is already up: pid {state.supervisor.pid}, {state.gateway_url}; `treadle down` stops it"
+
+
+def _state_from(document: dict[str, Any]) -> FabricState:
+    if document.pop("schema") != SCHEMA:
+        raise ValueError("another schema")
+    services = []
+    for record in document.pop("services"):
+        process = record.pop("process")
+        services.append(ServiceRecord(**record, process=ProcessMark(**process) if process else None))
+    return FabricState(supervisor=ProcessMark(**document.pop("supervisor")), services=tuple(services), **document)

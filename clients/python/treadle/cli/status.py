@@ -1,0 +1,174 @@
+"""`treadle status`: what runs here, and how it is doing.
+
+Owns asking each service of the run folder; the figures themselves are the services'.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from treadle.cli.fabric import GATEWAY, POOL, WORKER
+from treadle.cli.gateway import first_key, get
+from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
+from treadle.cli.terminal import print_json, stdout
+from treadle.contract.errors import TreadleError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+ASK_SECONDS = 2.0  # for one service; a busy machine answers in milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """One service now. `figures`: what it says of itself; `note`: the same in a few words, or why it says nothing."""
+
+    service: str
+    pid: int | None
+    address: str
+    stage: str
+    ready: bool
+    uptime_seconds: float | None
+    restarts: int
+    figures: dict[str, Any]
+    note: str
+
+
+def status(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    """Show what is up. The exit code is 0 only if everything is ready."""
+    state = RunFolder(home()).read()
+    services = [service_status(record, state) for record in state.services] if state else []
+    ready = state is not None and state.stage == "ready" and all(service.ready for service in services)
+    if as_json:
+        print_json(_document(state, services, ready))
+    else:
+        _print(state, services)
+    if not ready:
+        raise typer.Exit(1)
+
+
+def service_status(record: ServiceRecord, state: FabricState) -> ServiceStatus:
+    """Ask one service how it is; whatever it answers, or that it does not, ends up in the status."""
+    alive = record.process is not None and record.process.alive()
+    uptime = time.time() - record.process.created_at_seconds if alive and record.process else None
+    ready, figures, note = False, {}, "no such process" if record.stage == "ready" else ""
+    if alive and record.stage == "ready":
+        try:
+            figures = _ASK[record.service](record, state)
+            ready, note = not figures.get("draining", False), _NOTES[record.service](figures)
+        except TreadleError as error:
+            note = str(error)
+    pid = record.process.pid if record.process else None
+    return ServiceStatus(record.service, pid, record.listen, record.stage, ready, uptime, record.restarts, figures, note)
+
+
+def _ask_pool(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
+    from treadle.client import Fabric  # gRPC takes 100 ms to import
+
+    with Fabric(engram=record.listen, timeout_seconds=ASK_SECONDS) as fabric:
+        pool, models = fabric.engram.status(), fabric.engram.list_models()
+    return {
+        "table_bytes": pool.table_bytes, "page_bytes": pool.page_bytes, "draining": pool.draining,
+        "models": [
+            {"model": m.model.name, "version": m.version, "current": m.current, "bytes": m.segment_bytes, "readers": m.readers}
+            for m in models
+        ],
+    }  # fmt: skip
+
+
+def _ask_worker(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
+    from treadle.client import Fabric
+
+    with Fabric(worker=record.listen, timeout_seconds=ASK_SECONDS) as fabric:
+        worker = fabric.worker.status()
+    return {
+        "model": worker.model, "requests_running": worker.requests_running, "requests_waiting": worker.requests_waiting,
+        "steps": worker.steps, "prompt_tokens": worker.prompt_tokens, "completion_tokens": worker.completion_tokens,
+        "cached_tokens": worker.cached_tokens, "engram_model": worker.engram_model, "engram_transport": worker.engram_transport,
+        "engram_fused": worker.engram_fused, "draining": worker.draining,
+        "tickets": sum(layer.tickets for layer in worker.engram_layers),
+        "tickets_in_time": sum(layer.tickets_in_time for layer in worker.engram_layers),
+    }  # fmt: skip
+
+
+def _ask_gateway(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
+    body = get(f"{state.gateway_url}/ready", first_key(state.api_key_file), ASK_SECONDS)
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _pool_note(figures: dict[str, Any]) -> str:
+    names = sorted({str(model["model"]) for model in figures["models"]})
+    return f"{', '.join(names) or 'no tables'}: {figures['table_bytes'] / 2**20:.0f} MiB, {figures['page_bytes'] >> 10} KiB pages"
+
+
+def _worker_note(figures: dict[str, Any]) -> str:
+    load = f"{figures['model']}: {figures['requests_running']} running, {figures['requests_waiting']} waiting"
+    load += f", {figures['completion_tokens']} tokens made"
+    if not figures["engram_model"]:
+        return load
+    return f"{load}; rows {figures['engram_transport']}, {figures['tickets_in_time']} of {figures['tickets']} tickets in time"
+
+
+_ASK: dict[str, Callable[[ServiceRecord, FabricState], dict[str, Any]]] = {
+    POOL: _ask_pool, WORKER: _ask_worker, GATEWAY: _ask_gateway,
+}  # fmt: skip
+_NOTES: dict[str, Callable[[dict[str, Any]], str]] = {POOL: _pool_note, WORKER: _worker_note, GATEWAY: lambda figures: "ready"}
+
+
+def _document(state: FabricState | None, services: list[ServiceStatus], ready: bool) -> dict[str, Any]:
+    document: dict[str, Any] = {"up": state is not None, "ready": ready}
+    if state is not None:
+        document |= {"stage": state.stage, "step": state.step, "pid": state.supervisor.pid, "gateway_url": state.gateway_url}
+    return document | {"services": [asdict(service) for service in services]}
+
+
+def _print(state: FabricState | None, services: list[ServiceStatus]) -> None:
+    console = stdout()
+    if state is None:
+        console.print("nothing is up; `treadle up` starts a fabric")
+        return
+    step = f", {state.step}" if state.step else ""
+    console.print(
+        f"treadle is {'up' if state.stage == 'ready' else state.stage}{step} (pid {state.supervisor.pid})", soft_wrap=True
+    )
+    if services:
+        console.print(_table(services))
+    for service in services:
+        if service.note:
+            console.print(f"{service.service}: {service.note}", markup=False)
+
+
+def _table(services: list[ServiceStatus]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("service", "pid", "address", "state", "uptime", "restarts"):
+        table.add_column(column, justify="right" if column in ("pid", "uptime", "restarts") else "left", no_wrap=True)
+    for service in services:
+        stage = "ready" if service.ready else f"not ready ({service.stage})" if service.stage == "ready" else service.stage
+        style = "green" if service.ready else "yellow"
+        uptime = "" if service.uptime_seconds is None else _duration(service.uptime_seconds)
+        table.add_row(
+            service.service, str(service.pid or ""), service.address, f"[{style}]{stage}[/]", uptime, str(service.restarts)
+        )  # fmt: skip
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours}h"
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s" if minutes else f"{rest}s"

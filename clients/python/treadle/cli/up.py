@@ -1,0 +1,153 @@
+"""`treadle up` and `treadle down`: a fabric on this machine comes and goes.
+
+Owns their options and what they print; the life of a fabric is in `fabric`, its background process in `background`.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from treadle.cli import fabric
+from treadle.cli.background import BackgroundFabric
+from treadle.cli.fabric import EngramFusion, EngramTransport, FabricOptions, FabricRun
+from treadle.cli.gateway import first_key, served_model
+from treadle.cli.process_mark import ProcessMark
+from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
+from treadle.cli.segments import sweep_abandoned
+from treadle.cli.supervisor import DRAIN_SECONDS, READY_SECONDS, StopRequested
+from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, stderr, stdout
+from treadle.contract.errors import Unavailable
+
+DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # three services one after another, then files and locks
+KILL_SECONDS = 5.0  # the kernel needs milliseconds, unless a disk hangs
+
+
+def up(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is up; `treadle down` stops it.")] = False,
+    model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = fabric.DEFAULT_MODEL,
+    engram: Annotated[bool, typer.Option(help="Give the model Engram layers whose rows come from a pool.")] = True,
+    engram_transport: Annotated[EngramTransport, typer.Option(help="How rows reach the worker.")] = EngramTransport.AUTO,
+    engram_fusion: Annotated[
+        EngramFusion, typer.Option(help="shadow: compute all, add nothing. on: add the rows' part.")
+    ] = EngramFusion.SHADOW,
+    host: Annotated[str, typer.Option(help="Address of the gateway. Beyond loopback it needs --api-key-file.")] = "127.0.0.1",
+    gateway_port: Annotated[int, typer.Option(help="Port of the gateway; 0: a free one.")] = fabric.GATEWAY_PORT,
+    port_base: Annotated[int, typer.Option(help="Base of the other ports (7400: the documented ones); 0: free ones.")] = 0,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with keys that the gateway accepts, one a line.", exists=True)
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Longest wait for one service to be ready, seconds.")] = READY_SECONDS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document once it is up.")] = False,
+) -> None:
+    """Bring up pool, worker and gateway on this machine, and keep them up."""
+    options = FabricOptions(
+        model=model, engram=engram, engram_transport=engram_transport, engram_fusion=engram_fusion, host=host,
+        gateway_port=gateway_port, port_base=port_base, ready_seconds=timeout,
+        api_key_file=str(api_key_file.absolute()) if api_key_file else "",
+    )  # fmt: skip
+    folder = RunFolder(home())
+    try:
+        with StepView() as view:
+            if detach:
+                state = BackgroundFabric(options, folder).wait_up(view)
+                view.rest()
+                print_up(folder, state, as_json, "`treadle down` stops it.")
+            else:
+                FabricRun(folder, options, view).run(partial(_print_up_in_foreground, folder, view, as_json))
+    except (StopRequested, KeyboardInterrupt):
+        stderr().print("stopped before it was up")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def _print_up_in_foreground(folder: RunFolder, view: StepView, as_json: bool, state: FabricState) -> None:
+    view.rest()
+    print_up(folder, state, as_json, "Ctrl-C stops it.")
+
+
+def print_up(folder: RunFolder, state: FabricState, as_json: bool, how_to_stop: str) -> None:
+    """Say where everything is, for people or for programs."""
+    key = first_key(state.api_key_file)
+    model = served_model(state.gateway_url, key)
+    if as_json:
+        print_json(up_document(folder, state, model))
+        return
+    from rich.markup import escape
+
+    console = stdout()
+    lines = [f"[bold green]treadle is up[/] (pid {state.supervisor.pid}). {how_to_stop}"]
+    lines += [f"  [bold]{'OpenAI API':<18}[/] {state.gateway_url}/v1   model {escape(model)}"]
+    for record in state.services:
+        metrics = f"{state.gateway_url}/metrics" if record.service == fabric.GATEWAY else f"http://{record.metrics}/metrics"
+        lines += [f"  {record.service:<18} {record.listen:<21} metrics {metrics}"]
+    lines += [f"  {'logs':<18} {escape(str(folder.logs))}", ""]
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    for line in curl_lines(state.gateway_url, model, bool(key)):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def curl_lines(url: str, model: str, with_key: bool) -> list[str]:
+    """A request to paste into a shell."""
+    body = '{"model": "%s", "messages": [{"role": "user", "content": "What is a loom?"}]}' % model  # noqa: UP031 - braces
+    key = ["  -H 'Authorization: Bearer KEY' \\"] if with_key else []
+    return [f"curl {url}/v1/chat/completions \\", "  -H 'Content-Type: application/json' \\", *key, f"  -d '{body}'"]
+
+
+def up_document(folder: RunFolder, state: FabricState, model: str) -> dict[str, Any]:
+    """What `up --json` prints."""
+    return {
+        "gateway_url": state.gateway_url, "model": model, "model_dir": state.model_dir, "pid": state.supervisor.pid,
+        "segment_dir": state.segment_dir, "logs": str(folder.logs), "services": [asdict(record) for record in state.services],
+    }  # fmt: skip
+
+
+def down(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    """Stop what `treadle up` started. Nothing up is no error."""
+    folder = RunFolder(home())
+    was_up, how = take_down(folder)
+    if as_json:
+        print_json({"was_up": was_up, "how": how})
+    else:
+        stdout().print(how, soft_wrap=True)
+
+
+def take_down(folder: RunFolder) -> tuple[bool, str]:
+    """(was it up, what was done). Drains; kills with a message what does not go; sweeps what a crash left."""
+    state = folder.read_any()
+    if state is None or not state.supervisor.alive():
+        freed = _clean_up(folder, state.services if state else ())
+        return False, "nothing is up" + (f"; freed {freed / 2**20:.0f} MiB that a crashed run left" if freed else "")
+    console, supervisor = stderr(), state.supervisor
+    supervisor.send(signal.SIGTERM)
+    with console.status(f"waiting for the drain (at most {DOWN_SECONDS:.0f} s)") if console.is_terminal else StepView(console):
+        gone = supervisor.wait_gone(DOWN_SECONDS)
+    if gone:
+        return True, f"stopped (pid {supervisor.pid})"
+    console.print(f"pid {supervisor.pid} did not drain within {DOWN_SECONDS:.0f} s: killing it and its services", soft_wrap=True)
+    supervisor.send(signal.SIGKILL)
+    supervisor.wait_gone(KILL_SECONDS)
+    _clean_up(folder, state.services)
+    return True, f"killed (pid {supervisor.pid})"
+
+
+def _clean_up(folder: RunFolder, services: tuple[ServiceRecord, ...]) -> int:
+    """After a supervisor that did not drain: kill what is left of its services, free its segments; bytes freed."""
+    with folder.lock():  # a fabric that starts right now is not ours to clean
+        return _remove_remains(folder, services)
+
+
+def _remove_remains(folder: RunFolder, services: tuple[ServiceRecord, ...]) -> int:
+    marks: list[ProcessMark] = [record.process for record in services if record.process is not None]
+    for mark in marks:  # the kernel has killed them already, unless they were started without a tether
+        mark.send(signal.SIGKILL)
+    for mark in marks:
+        if not mark.wait_gone(KILL_SECONDS):
+            raise Unavailable(f"pid {mark.pid} does not die; it may wait for a disk")
+    folder.forget()
+    return sweep_abandoned(folder.home)
