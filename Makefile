@@ -20,13 +20,13 @@ PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
 help:  ## list what can be done
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-# One pip call for all local packages, so that they find each other; no build isolation, so that the build tools are the pinned ones.
+# What treadle[fabric] brings. One pip call for all local packages, so that they find each other; no build isolation, so that the build tools are the pinned ones.
 $(VENV)/installed: constraints.txt $(addsuffix /pyproject.toml,$(ROOMS)) $(wildcard libs/*/setup.py) $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt pip setuptools wheel pybind11
 	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat $(addprefix -e ./,$(filter-out clients/python,$(ROOMS))) -e './clients/python[fabric]'
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat $(addprefix -e ./,$(ROOMS)) openai
 	@touch $@
 
 $(VENV)/tools: $(VENV)/installed

@@ -35,7 +35,7 @@ def huge_anonymous(host: Host) -> Finding:
         return Finding(name, mode, "The `local` transport gets 2 MiB pages for its private copies.")
     advice = f"As root: echo madvise > {THP}/enabled."
     return Finding(
-        name, mode or "not supported", "Private copies stay on 4 KiB pages: gathers take up to twice as long.", advice, Level.WARN
+        name, mode or "not supported", "Private copies stay on 4 KiB pages: a gather takes about 1.6 times as long.", advice, Level.WARN
     )
 
 
