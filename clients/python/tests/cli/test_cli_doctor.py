@@ -83,12 +83,13 @@ def test_private_huge_pages(machine: Machine, text: str, level: Level) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "level"),
-    [("always", Level.OK), ("within_size", Level.OK), ("never", Level.INFO), ("advise", Level.INFO), ("deny", Level.WARN)],
-)
-def test_shared_huge_pages(machine: Machine, chosen: str, level: Level) -> None:
+    ("option", "chosen", "level"),
+    [("huge=always", "never", Level.OK), ("huge=advise", "never", Level.OK), ("huge=never", "force", Level.OK), ("size=1G", "always", Level.INFO),
+     ("huge=never", "never", Level.INFO), ("huge=always", "deny", Level.WARN)],
+)  # fmt: skip
+def test_huge_pages_of_shared_memory_are_those_of_its_mount(machine: Machine, option: str, chosen: str, level: Level) -> None:
     text = "always within_size advise never deny force".replace(chosen, f"[{chosen}]")
-    finding = memory.huge_shared(machine({f"{THP}/shmem_enabled": text}))
+    finding = memory.huge_shared(machine({f"{THP}/shmem_enabled": text, "/proc/mounts": f"tmpfs /dev/shm tmpfs rw,{option} 0 0"}))
     assert finding.level is level
     assert bool(finding.advice) is (level is not Level.OK)
 
@@ -97,13 +98,14 @@ def test_mounts_that_give_huge_pages_are_listed(machine: Machine) -> None:
     mounts = (
         "tmpfs /dev/shm tmpfs rw 0 0\ntmpfs /mnt/t tmpfs rw,huge=always,size=4G 0 0\nnone /mnt/h hugetlbfs rw,pagesize=2M 0 0\n"
     )
-    assert memory.huge_mounts(machine({"/proc/mounts": mounts})).found == "/mnt/t (tmpfs huge=always), /mnt/h (hugetlbfs)"
+    assert memory.huge_mounts(machine({"/proc/mounts": mounts})).found == "/mnt/t (huge=always)"
     assert memory.huge_mounts(machine({"/proc/mounts": "tmpfs /dev/shm tmpfs rw,huge=never 0 0"})).found == "none"
 
 
 def test_reserved_huge_pages_are_counted(machine: Machine) -> None:
-    pages = "/sys/kernel/mm/hugepages/hugepages-2048kB"
-    assert memory.hugetlb(machine({f"{pages}/nr_hugepages": "64", f"{pages}/free_hugepages": "60"})).found == "2 MiB: 64, 60 free"
+    pages, mounts = "/sys/kernel/mm/hugepages/hugepages-2048kB", "none /mnt/h hugetlbfs rw,pagesize=2M 0 0\n"
+    host = machine({f"{pages}/nr_hugepages": "64", f"{pages}/free_hugepages": "60", "/proc/mounts": mounts})
+    assert memory.hugetlb(host).found == "2 MiB: 64, 60 free; hugetlbfs at /mnt/h"
     assert memory.hugetlb(machine({f"{pages}/nr_hugepages": "0"})).found == "none"
 
 

@@ -70,7 +70,7 @@ def demo(
                 if bench:
                     _bench(state, home, view, show, quiet=as_json)
     except (KeyboardInterrupt, StopRequested):
-        stderr().print("stopped; the fabric is down")
+        stderr().print("stopped")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print_json(_document(show))
@@ -137,10 +137,10 @@ def _questions(state: FabricState, show: Show, quiet: bool) -> None:
                 console.print(f"[bold cyan]> {question}[/]")
             talk = Conversation(client, show.model, max_tokens=ANSWER_TOKENS_MAX, temperature=0.0)
             answer = talk.ask(question, _ignore if quiet else _write)
-            if answer.stopped:
-                raise KeyboardInterrupt
             if not quiet:
                 _write("\n\n")
+            if answer.stopped:
+                raise KeyboardInterrupt
             show.answers.append(_answer_document(question, answer))
             show.failures += _wrong_with(question, answer)
 

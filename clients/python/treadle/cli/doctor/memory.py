@@ -12,6 +12,7 @@ SHM_DEMO_BYTES = 256 << 20  # two tables of 102 MB
 MEMLOCK_BYTES = 64 << 20
 NOFILE = 4096
 THP = "/sys/kernel/mm/transparent_hugepage"
+HUGE_OPTIONS = ("huge=always", "huge=within_size", "huge=advise")  # advise: the pool asks for them
 MOUNT_ADVICE = "As root: mount -t tmpfs -o huge=always,size=SIZE tmpfs DIR, then engram-pool --segment-dir DIR."
 
 
@@ -35,35 +36,37 @@ def huge_anonymous(host: Host) -> Finding:
         return Finding(name, mode, "The `local` transport gets 2 MiB pages for its private copies.")
     advice = f"As root: echo madvise > {THP}/enabled."
     return Finding(
-        name, mode or "not supported", "Private copies stay on 4 KiB pages: a gather takes about 1.6 times as long.", advice, Level.WARN
+        name,
+        mode or "not supported",
+        "Private copies stay on 4 KiB pages: a gather takes about 1.6 times as long.",
+        advice,
+        Level.WARN,
     )
 
 
 def huge_shared(host: Host) -> Finding:
-    """Transparent huge pages of shared memory without a mount option."""
-    mode = _chosen(host.read(f"{THP}/shmem_enabled"))
-    name = "Huge pages, shared"
-    if mode in ("always", "within_size", "force"):
-        return Finding(
-            name, f"shmem_enabled={mode}", "Tables in /dev/shm can get 2 MiB pages; `treadle status` shows what they got."
-        )
+    """Huge pages of /dev/shm: its own mount option decides, unless shmem_enabled forces or denies them to all."""
+    mode, option = _chosen(host.read(f"{THP}/shmem_enabled")), _huge_option(host, "/dev/shm")
+    name, found = "Huge pages, shared", f"/dev/shm {option or 'without huge='}"
     if mode == "deny":
-        means = "No tmpfs gets 2 MiB pages, not even with -o huge=."
+        means = "No tmpfs gets 2 MiB pages, not even with huge=always."
         return Finding(name, "shmem_enabled=deny", means, f"As root: echo never > {THP}/shmem_enabled.", Level.WARN)
-    means = "Tables in /dev/shm stay on 4 KiB pages: a gather takes about 1.6 times as long as on 2 MiB pages."
-    return Finding(name, f"shmem_enabled={mode or 'not supported'}", means, MOUNT_ADVICE, Level.INFO)
+    if mode == "force" or option in HUGE_OPTIONS:
+        found = f"{found}, shmem_enabled=force" if mode == "force" else found
+        return Finding(name, found, "Tables can get 2 MiB pages there; `treadle status` shows what they got.")
+    means = "Tables stay on 4 KiB pages: a gather takes about 1.6 times as long as on 2 MiB pages."
+    return Finding(name, found, means, "As root: mount -o remount,huge=always /dev/shm.", Level.INFO)
 
 
 def huge_mounts(host: Host) -> Finding:
-    """File systems that give tables huge pages."""
-    mounts = [line.split() for line in host.read("/proc/mounts").splitlines()]
+    """File systems beside /dev/shm that give tables huge pages."""
     named = [
-        f"{mount[1]} ({mount[2]}{_option(mount[3], 'huge')})" for mount in mounts
-        if len(mount) > 3 and (mount[2] == "hugetlbfs" or (mount[2] == "tmpfs" and _option(mount[3], "huge") not in ("", " huge=never")))
+        f"{point} ({option})" for point, kind, option in _mounts(host)
+        if point != "/dev/shm" and kind == "tmpfs" and option in HUGE_OPTIONS
     ]  # fmt: skip
     if named:
         return Finding("Huge-page mounts", ", ".join(named), "engram-pool --segment-dir there keeps tables on huge pages.")
-    return Finding("Huge-page mounts", "none", "Shared tables take what shmem_enabled gives.", MOUNT_ADVICE, Level.INFO)
+    return Finding("Huge-page mounts", "none", "Shared tables get what /dev/shm gives.", MOUNT_ADVICE, Level.INFO)
 
 
 def hugetlb(host: Host) -> Finding:
@@ -73,10 +76,14 @@ def hugetlb(host: Host) -> Finding:
         count, free = (host.read(f"{folder}/{size}/{name}_hugepages") for name in ("nr", "free"))
         if count.isdecimal() and int(count):
             found.append(f"{int(size[10:-2]) >> 10} MiB: {count}, {free} free")
-    if found:
-        return Finding("Reserved huge pages", "; ".join(found), "hugetlbfs can hold tables; they are never split or swapped.")
-    advice = "As root: sysctl vm.nr_hugepages=N (2 MiB each), then mount -t hugetlbfs none DIR."
-    return Finding("Reserved huge pages", "none", "hugetlbfs is empty; tmpfs with huge=always does as well.", advice, Level.INFO)
+    name = "Reserved huge pages"
+    if not found:
+        return Finding(name, "none", "Not needed: tmpfs with huge=always takes huge pages from free memory.")
+    points = [point for point, kind, _ in _mounts(host) if kind == "hugetlbfs"]
+    text = "; ".join(found) + (f"; hugetlbfs at {', '.join(points)}" if points else "")
+    means = "Set aside, so tables cannot use them: a pool keeps small files beside its tables, which hugetlbfs does not hold."
+    advice = "As root, if nothing else needs them: sysctl vm.nr_hugepages=0, and use tmpfs with huge=always."
+    return Finding(name, text, means, advice, Level.INFO)
 
 
 def shared_memory(host: Host) -> Finding:
@@ -110,5 +117,15 @@ def _chosen(text: str) -> str:
     return match[1] if match else ""
 
 
-def _option(options: str, name: str) -> str:
-    return next((f" {option}" for option in options.split(",") if option.startswith(f"{name}=")), "")
+def _mounts(host: Host) -> list[tuple[str, str, str]]:
+    """(mount point, file system, its huge= option) of all mounts."""
+    lines = [line.split() for line in host.read("/proc/mounts").splitlines()]
+    return [
+        (fields[1], fields[2], next((option for option in fields[3].split(",") if option.startswith("huge=")), ""))
+        for fields in lines if len(fields) > 3
+    ]  # fmt: skip
+
+
+def _huge_option(host: Host, point: str) -> str:
+    """The huge= option of what is mounted at `point`; the last mount is the one that is seen."""
+    return next((option for mounted, _, option in reversed(_mounts(host)) if mounted == point), "")
