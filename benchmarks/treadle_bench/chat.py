@@ -98,7 +98,7 @@ def _measure_batch(engines: dict[str, Engine], batch: int, rounds: int, tallies:
 
     for engine in engines.values():
         _round(engine, batch, seed=-1)  # warm: buffers, learned deadlines
-    prefill_rates = interleave({name: variant(name) for name in engines}, rounds, seed=batch)
+    prefill_rates = interleave({name: variant(name) for name in engines}, rounds, seed=batch, what=f"batch {batch}")
     decoded = {name: [rates[number] for number in range(rounds)] for name, rates in decode_rates.items()}
     shape = {"batch": batch, "prompt": PROMPT_TOKENS, "new": NEW_TOKENS}
     return [

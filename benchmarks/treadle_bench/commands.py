@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from treadle.contract.errors import NotFound
+
 app = typer.Typer(
     no_args_is_help=True, help="Measure this machine: gather, hash, load, chat. Figures come with their baseline and machine."
 )
@@ -18,7 +20,12 @@ Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a goal is
 @app.command()
 def gather(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
     """Rows of a 2.5 GB table, against Listing 1 of the CXL paper and the read-only pass (needs 5 GB of memory)."""
-    from treadle_bench.gather import measure
+    try:
+        from treadle_bench.gather import measure
+    except ImportError as error:
+        raise NotFound(
+            f"the baselines were not built ({error}); install a C++20 compiler with OpenMP, then this package again"
+        ) from error
     from treadle_bench.report import show
 
     rows, goals = measure(quick=quick)

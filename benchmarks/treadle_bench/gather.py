@@ -84,7 +84,7 @@ def _measure_tokens(profile: Profile, tables: dict[str, NDArray[np.uint8]], tabl
     for number in range(WARM_ROUNDS):
         for act in variants.values():
             act(number)
-    samples = interleave(variants, rounds, seed=tokens)
+    samples = interleave(variants, rounds, seed=tokens, what=f"{profile.name}, {tokens} tokens")
     for handle in handles.values():
         handle.close()
     params = {"rows": profile.name, "tokens": tokens, "threads": 1}

@@ -57,4 +57,6 @@ def _measure(plan: HashPlan, family: str, order_max: int, tokens: int, rounds: i
         "numpy": timed(lambda: reference.row_ids(plan, windows, out)),
         kernels.IMPLEMENTATION: timed(lambda: kernels.row_ids(plan, windows, out)),
     }
-    return rows_of(interleave(variants, rounds), {"family": family, "tokens": tokens}, "us", "numpy")
+    return rows_of(
+        interleave(variants, rounds, what=f"{family}, {tokens} tokens"), {"family": family, "tokens": tokens}, "us", "numpy"
+    )

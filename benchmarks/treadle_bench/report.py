@@ -10,17 +10,19 @@ import os
 import platform
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
+Step = TypeVar("Step")
 BOOTSTRAP_DRAWS = 2000  # of rounds, for the interval of a ratio
 
 
@@ -55,11 +57,19 @@ class Goal:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
-def interleave(variants: Mapping[str, Callable[[int], float]], rounds: int, *, seed: int = 0) -> dict[str, list[float]]:
+def progress(steps: Iterable[Step], total: int, what: str) -> Iterable[Step]:
+    """`steps` under a bar with the time left, on standard error; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    return track(steps, what, total, console=console, transient=True, disable=not console.is_terminal)
+
+
+def interleave(
+    variants: Mapping[str, Callable[[int], float]], rounds: int, *, seed: int = 0, what: str = "measuring"
+) -> dict[str, list[float]]:
     """Call every variant once a round, in an order drawn anew, each with the number of the round; collect what they return."""
     order, chance = list(variants), random.Random(seed)
     samples: dict[str, list[float]] = {name: [] for name in variants}
-    for number in range(rounds):
+    for number in progress(range(rounds), rounds, what):
         chance.shuffle(order)
         for name in order:
             samples[name].append(variants[name](number))

@@ -180,6 +180,7 @@ async def test_the_asyncio_door_opens_the_same_handles(pool: Pool, handles: dict
     windows = Windows.of_sequences([([5, 6, 7], 0)], 2)
     async with AsyncFabric(engram=pool.address) as fabric:
         assert {resident.model.name for resident in await fabric.engram.list_models()} == {"demo", "v41", "ple"}
+        assert await fabric.engram.run(lambda pool: pool.verify("demo")) > 0
         for transport in TRANSPORTS:
             with await fabric.engram.open("demo", transport=transport) as handle:
                 ticket = handle.prefetch(windows, {1: Deadline.after(0.1), 4: Deadline.after(0.1)})

@@ -119,9 +119,8 @@ def test_a_second_fabric_in_the_same_home_is_refused(fabric: RunningFabric) -> N
 
 
 def test_status_logs_and_pool_commands_work_on_a_running_fabric(fabric: RunningFabric) -> None:
-    pool = fabric.service("engram-pool")["address"]
-    assert "smollm2-demo" in fabric.run("pool", "ls", "--pool", pool).stdout
-    assert fabric.run("pool", "verify", "smollm2-demo", "--pool", pool).returncode == 0
+    assert "smollm2-demo" in fabric.run("pool", "ls").stdout  # finds the pool of this home's fabric by itself
+    assert fabric.run("pool", "verify", "smollm2-demo", "--pool", fabric.service("engram-pool")["address"]).returncode == 0
     assert fabric.run("logs", "engram-pool").returncode == 0
     one_shot = fabric.run("chat", "--url", fabric.url, "What is the capital of France?")
     assert "Paris" in one_shot.stdout

@@ -5,6 +5,7 @@ Nothing heavy is imported here or by what is imported here: `treadle --help` has
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,10 +13,13 @@ import typer
 
 from treadle.cli import chat, demo, logs, status, up, version
 from treadle.cli.doctor import command as doctor
+from treadle.cli.fabric import POOL
 from treadle.cli.plugins import KNOWN, Plugin, plugins
+from treadle.cli.run_folder import RunFolder, home
 from treadle.cli.terminal import print_error
 from treadle.contract.errors import NotFound, TreadleError
 
+POOL_VARIABLE = "TREADLE_POOL"  # what `treadle pool` takes as the pool's address
 OWN: dict[str, Callable[..., None]] = {
     "up": up.up, "down": up.down, "status": status.status, "logs": logs.logs, "chat": chat.chat, "demo": demo.demo,
     "doctor": doctor.doctor, "version": version.version,
@@ -48,10 +52,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     wanted = next((arg for arg in args if not arg.startswith("-")), None)
     try:
+        if wanted == "pool":
+            _point_at_fabric()
         build_app(wanted, plugins())(args=args, prog_name="treadle")
     except TreadleError as error:
         print_error(str(error))
         sys.exit(1)
+
+
+def _point_at_fabric() -> None:
+    """Let `treadle pool …` find the pool of this machine's `treadle up`, unless somebody names another."""
+    state = RunFolder(home()).read()
+    record = state.service(POOL) if state is not None else None
+    if record is not None and record.listen:
+        os.environ.setdefault(POOL_VARIABLE, record.listen)
 
 
 def _not_called() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 LOAD_SECONDS_MAX = 6 * 3600.0  # 200 GB from a slow disk; a load that hangs ends some day
 WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
+Result = TypeVar("Result")
 ProgressCallback = Callable[[types.Progress], None]
 
 
@@ -165,14 +167,14 @@ class AsyncEngramPool:
         async for answer in self._endpoint.aio_stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
             yield [types.resident_model(model) for model in answer.models]
 
-    async def load(self, source: Callable[[EngramPool], types.ResidentModel]) -> types.ResidentModel:
-        """Run one of `EngramPool`'s loads in a thread: `await pool.load(lambda p: p.load_random(template))`."""
+    async def run(self, action: Callable[[EngramPool], Result]) -> Result:
+        """Run one of `EngramPool`'s long calls in a thread: `await pool.run(lambda pool: pool.load_random(template))`."""
 
-        def run() -> types.ResidentModel:
+        def act() -> Result:
             with EngramPool(self._endpoint) as pool:
-                return source(pool)
+                return action(pool)
 
-        return await asyncio.to_thread(run)
+        return await asyncio.to_thread(act)
 
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""
