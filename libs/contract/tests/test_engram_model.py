@@ -117,7 +117,7 @@ def test_no_json_value_does_more_than_be_refused(value: Any) -> None:
         EngramModel.from_manifest(value)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"null", b" " * (2 << 20)])
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff\xfe", b"null", b" " * (2 << 20), b"[" * 200_000])
 def test_text_that_is_no_manifest_is_refused(text: bytes) -> None:
     with pytest.raises(InvalidArgument):
         EngramModel.from_json(text)

@@ -44,6 +44,7 @@ def test_no_requests_are_an_empty_step() -> None:
         ("starts", {"starts": starts(0, 1)}),
         ("starts", {"starts": starts(1, 2)}),
         ("starts", {"starts": starts(0, 3, 2)}),
+        ("starts", {"starts": starts(0, 2**31 - 1, -(2**31), -3, 2), "lookback": none_before(4)}),  # differences that wrap in int32
         ("starts", {"starts": starts()}),
         ("lookback", {"lookback": none_before(2)}),
         ("lookback", {"lookback": none_before(1, 16)}),

@@ -265,7 +265,7 @@ class EngramModel:
             raise InvalidArgument(f"manifest: {len(text)} bytes, the limit is {MANIFEST_BYTES_MAX}")
         try:
             manifest = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"manifest: not JSON: {error}") from error
         return cls.from_manifest(manifest)
 

@@ -21,6 +21,9 @@ from __future__ import annotations
 class TreadleError(Exception):
     """Base of every error that treadle raises on purpose."""
 
+    origin: str | None = None
+    """Name of the class that a service raised, where this error stands for it; None: it was raised in this process."""
+
 
 class InvalidArgument(TreadleError):
     """A shape, dtype or field is wrong; the message names it. Do not retry."""

@@ -39,7 +39,7 @@ class Windows:
         count, requests = self.tokens.shape[0], self.starts.shape[0] - 1
         if count > TOKENS_MAX:
             raise InvalidArgument(f"tokens: {count} in one step, the limit is {TOKENS_MAX}")
-        if requests < 0 or self.starts[0] != 0 or self.starts[-1] != count or bool(np.any(np.diff(self.starts) < 0)):
+        if requests < 0 or self.starts[0] != 0 or self.starts[-1] != count or bool(np.any(self.starts[1:] < self.starts[:-1])):
             raise InvalidArgument(f"starts: must rise from 0 to the number of tokens ({count})")
         if self.lookback.shape[0] != requests or self.lookback.shape[1] > LOOKBACK_MAX:
             raise InvalidArgument(f"lookback: shape [{requests}, <= {LOOKBACK_MAX}] expected, got {list(self.lookback.shape)}")
