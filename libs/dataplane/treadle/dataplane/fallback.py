@@ -7,6 +7,7 @@ the GIL, so that a ticket beside a busy Python thread starts milliseconds later 
 from __future__ import annotations
 
 import heapq
+import logging
 import os
 import threading
 import time
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from treadle.contract import Windows
 from treadle.kernels import HashPlan, gather_rows, lookup
 
+log = logging.getLogger("treadle.dataplane")
 _T = TypeVar("_T", bound=np.generic)
 
 
@@ -40,6 +42,7 @@ class Ticket:
         self.units, self.units_per_piece, self.rows_per_unit = job.units, job.units_per_piece, job.rows_per_unit
         self.submitted_ns = self.started_ns = self.finished_ns = 0
         self.next_unit = self.pieces_in_flight = 0
+        self.lost_from = job.units  # first unit of the earliest piece that raised; all units: none did
         self.cancelled = False
         self.queued = False
         self._ended = threading.Event()
@@ -58,7 +61,7 @@ class Ticket:
         """Stop it, wait for the pieces in flight, return how many rows, from the first on, are there."""
         self._engine.stop(self)
         self._ended.wait()
-        return self.next_unit * self.rows_per_unit
+        return min(self.next_unit, self.lost_from) * self.rows_per_unit
 
     def fileno(self) -> int:
         """An eventfd, readable from the end on."""
@@ -193,7 +196,11 @@ class Engine:
         while (claimed := self._claim()) is not None:
             ticket, first, last = claimed
             start = time.monotonic_ns()
-            ticket.run(first, last)
+            try:
+                ticket.run(first, last)
+            except Exception:  # numpy ran out of memory, say: this ticket ends short, the thread lives on for the others
+                log.exception("a piece of a ticket failed")
+                self._lose(ticket, first)
             self._finish(ticket, time.monotonic_ns() - start)
             del claimed, ticket  # an idle worker keeps nothing alive
 
@@ -214,13 +221,21 @@ class Engine:
                 self.condition.notify()
             return ticket, first, ticket.next_unit
 
+    def _lose(self, ticket: Ticket, first: int) -> None:
+        with self.condition:
+            ticket.lost_from = min(ticket.lost_from, first)
+            if ticket.queued:
+                ticket.queued = False
+                self._order = [entry for entry in self._order if entry[2] is not ticket]
+                heapq.heapify(self._order)
+
     def _finish(self, ticket: Ticket, busy_ns: int) -> None:
         with self.condition:
             self._pieces_total += 1
             self._busy_ns += busy_ns
             ticket.pieces_in_flight -= 1
             if ticket.pieces_in_flight == 0 and not ticket.queued:
-                ticket.end(cancelled=ticket.next_unit < ticket.units)
+                ticket.end(cancelled=min(ticket.next_unit, ticket.lost_from) < ticket.units)
 
 
 def slice_windows(windows: Windows, first: int, last: int) -> Windows:
