@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#treadle/engram/v1/engram_pool.proto\x12\x11treadle.engram.v1\"*\n\x08ModelRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x9c\x01\n\x05Model\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x0f\n\x07\x63urrent\x18\x02 \x01(\x08\x12\x15\n\rmanifest_json\x18\x03 \x01(\x0c\x12\x15\n\rsegment_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07readers\x18\x05 \x01(\r\x12\x19\n\x11loaded_at_seconds\x18\x06 \x01(\x01\"v\n\x07Segment\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x19\n\x11rows_offset_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x11\n\trow_bytes\x18\x05 \x01(\r\x12\x12\n\nfile_bytes\x18\x06 \x01(\x04\"\xcb\x01\n\x10LoadTableRequest\x12\x39\n\ncheckpoint\x18\x01 \x01(\x0b\x32#.treadle.engram.v1.CheckpointSourceH\x00\x12\x31\n\x06random\x18\x02 \x01(\x0b\x32\x1f.treadle.engram.v1.RandomSourceH\x00\x12\x15\n\rmanifest_json\x18\x03 \x01(\x0c\x12\x11\n\ttoken_map\x18\x04 \x01(\x0c\x12\x15\n\rkeep_previous\x18\x05 \x01(\x08\x42\x08\n\x06source\"\x93\x01\n\x10\x43heckpointSource\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x41\n\x07tensors\x18\x02 \x03(\x0b\x32\x30.treadle.engram.v1.CheckpointSource.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cRandomSource\x12\x0c\n\x04seed\x18\x01 \x01(\x04\"y\n\x11LoadTableResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ProgressH\x00\x12*\n\x06loaded\x18\x02 \x01(\x0b\x32\x18.treadle.engram.v1.ModelH\x00\x42\x07\n\x05\x65vent\"A\n\x08Progress\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.treadle.engram.v1.Model\"\xd4\x01\n\x10OpenModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12Z\n\x14\x65xpected_fingerprint\x18\x02 \x03(\x0b\x32<.treadle.engram.v1.OpenModelRequest.ExpectedFingerprintEntry\x1a:\n\x18\x45xpectedFingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xfd\x01\n\x11OpenModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.treadle.engram.v1.Model\x12,\n\x08segments\x18\x02 \x03(\x0b\x32\x1a.treadle.engram.v1.Segment\x12J\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32\x35.treadle.engram.v1.OpenModelResponse.FingerprintEntry\x12\x11\n\tlock_path\x18\x04 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\rGatherRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"\x1e\n\x0eGatherResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"`\n\x07Windows\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x10\n\x08lookback\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64\x65\x61\x64\x18\x04 \x01(\x0c\x12\x15\n\rlookback_dead\x18\x05 \x01(\x0c\"v\n\rLookupRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12+\n\x07windows\x18\x03 \x01(\x0b\x32\x1a.treadle.engram.v1.Windows\"-\n\x0eLookupResponse\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x14\n\x12WatchModelsRequest\"?\n\x13WatchModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.treadle.engram.v1.Model\">\n\x12VerifyModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"D\n\x13VerifyModelResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.Progress\">\n\x12RemoveModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"]\n\x13RemoveModelResponse\x12,\n\x07removed\x18\x01 \x03(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x18\n\x10\x61waiting_readers\x18\x02 \x01(\r\"\x0f\n\rStatusRequest\"\xb4\x01\n\x0eStatusResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x15\n\rproto_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0btable_bytes\x18\x04 \x01(\x04\x12\x17\n\x0ftable_bytes_max\x18\x05 \x01(\x04\x12\x13\n\x0bsegment_dir\x18\x06 \x01(\t\x12\x12\n\npage_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x32\xaf\x06\n\x11\x45ngramPoolService\x12X\n\tLoadTable\x12#.treadle.engram.v1.LoadTableRequest\x1a$.treadle.engram.v1.LoadTableResponse0\x01\x12Y\n\nListModels\x12$.treadle.engram.v1.ListModelsRequest\x1a%.treadle.engram.v1.ListModelsResponse\x12V\n\tOpenModel\x12#.treadle.engram.v1.OpenModelRequest\x1a$.treadle.engram.v1.OpenModelResponse\x12O\n\x06Gather\x12 .treadle.engram.v1.GatherRequest\x1a!.treadle.engram.v1.GatherResponse0\x01\x12O\n\x06Lookup\x12 .treadle.engram.v1.LookupRequest\x1a!.treadle.engram.v1.LookupResponse0\x01\x12^\n\x0bWatchModels\x12%.treadle.engram.v1.WatchModelsRequest\x1a&.treadle.engram.v1.WatchModelsResponse0\x01\x12^\n\x0bVerifyModel\x12%.treadle.engram.v1.VerifyModelRequest\x1a&.treadle.engram.v1.VerifyModelResponse0\x01\x12\\\n\x0bRemoveModel\x12%.treadle.engram.v1.RemoveModelRequest\x1a&.treadle.engram.v1.RemoveModelResponse\x12M\n\x06Status\x12 .treadle.engram.v1.StatusRequest\x1a!.treadle.engram.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#treadle/engram/v1/engram_pool.proto\x12\x11treadle.engram.v1\"*\n\x08ModelRef\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x9c\x01\n\x05Model\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x0f\n\x07\x63urrent\x18\x02 \x01(\x08\x12\x15\n\rmanifest_json\x18\x03 \x01(\x0c\x12\x15\n\rsegment_bytes\x18\x04 \x01(\x04\x12\x0f\n\x07readers\x18\x05 \x01(\r\x12\x19\n\x11loaded_at_seconds\x18\x06 \x01(\x01\"v\n\x07Segment\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x19\n\x11rows_offset_bytes\x18\x03 \x01(\x04\x12\x0c\n\x04rows\x18\x04 \x01(\x04\x12\x11\n\trow_bytes\x18\x05 \x01(\r\x12\x12\n\nfile_bytes\x18\x06 \x01(\x04\"\xcb\x01\n\x10LoadTableRequest\x12\x39\n\ncheckpoint\x18\x01 \x01(\x0b\x32#.treadle.engram.v1.CheckpointSourceH\x00\x12\x31\n\x06random\x18\x02 \x01(\x0b\x32\x1f.treadle.engram.v1.RandomSourceH\x00\x12\x15\n\rmanifest_json\x18\x03 \x01(\x0c\x12\x11\n\ttoken_map\x18\x04 \x01(\x0c\x12\x15\n\rkeep_previous\x18\x05 \x01(\x08\x42\x08\n\x06source\"\x93\x01\n\x10\x43heckpointSource\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x41\n\x07tensors\x18\x02 \x03(\x0b\x32\x30.treadle.engram.v1.CheckpointSource.TensorsEntry\x1a.\n\x0cTensorsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1c\n\x0cRandomSource\x12\x0c\n\x04seed\x18\x01 \x01(\x04\"y\n\x11LoadTableResponse\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ProgressH\x00\x12*\n\x06loaded\x18\x02 \x01(\x0b\x32\x18.treadle.engram.v1.ModelH\x00\x42\x07\n\x05\x65vent\"A\n\x08Progress\x12\x12\n\nbytes_done\x18\x01 \x01(\x04\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\t\"\x13\n\x11ListModelsRequest\">\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.treadle.engram.v1.Model\"\xd4\x01\n\x10OpenModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12Z\n\x14\x65xpected_fingerprint\x18\x02 \x03(\x0b\x32<.treadle.engram.v1.OpenModelRequest.ExpectedFingerprintEntry\x1a:\n\x18\x45xpectedFingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xfd\x01\n\x11OpenModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.treadle.engram.v1.Model\x12,\n\x08segments\x18\x02 \x03(\x0b\x32\x1a.treadle.engram.v1.Segment\x12J\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32\x35.treadle.engram.v1.OpenModelResponse.FingerprintEntry\x12\x11\n\tlock_path\x18\x04 \x01(\t\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"<\n\x10HoldModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"=\n\x11HoldModelResponse\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"V\n\rGatherRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x0c\n\x04rows\x18\x03 \x01(\x0c\"\x1e\n\x0eGatherResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"`\n\x07Windows\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x10\n\x08lookback\x18\x03 \x01(\x0c\x12\x0c\n\x04\x64\x65\x61\x64\x18\x04 \x01(\x0c\x12\x15\n\rlookback_dead\x18\x05 \x01(\x0c\"v\n\rLookupRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12+\n\x07windows\x18\x03 \x01(\x0b\x32\x1a.treadle.engram.v1.Windows\"-\n\x0eLookupResponse\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x14\n\x12WatchModelsRequest\"?\n\x13WatchModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.treadle.engram.v1.Model\">\n\x12VerifyModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"D\n\x13VerifyModelResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.Progress\">\n\x12RemoveModelRequest\x12(\n\x03ref\x18\x01 \x01(\x0b\x32\x1b.treadle.engram.v1.ModelRef\"]\n\x13RemoveModelResponse\x12,\n\x07removed\x18\x01 \x03(\x0b\x32\x1b.treadle.engram.v1.ModelRef\x12\x18\n\x10\x61waiting_readers\x18\x02 \x01(\r\"\x0f\n\rStatusRequest\"\xb4\x01\n\x0eStatusResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x15\n\rproto_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x13\n\x0btable_bytes\x18\x04 \x01(\x04\x12\x17\n\x0ftable_bytes_max\x18\x05 \x01(\x04\x12\x13\n\x0bsegment_dir\x18\x06 \x01(\t\x12\x12\n\npage_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x32\x89\x07\n\x11\x45ngramPoolService\x12X\n\tLoadTable\x12#.treadle.engram.v1.LoadTableRequest\x1a$.treadle.engram.v1.LoadTableResponse0\x01\x12Y\n\nListModels\x12$.treadle.engram.v1.ListModelsRequest\x1a%.treadle.engram.v1.ListModelsResponse\x12V\n\tOpenModel\x12#.treadle.engram.v1.OpenModelRequest\x1a$.treadle.engram.v1.OpenModelResponse\x12X\n\tHoldModel\x12#.treadle.engram.v1.HoldModelRequest\x1a$.treadle.engram.v1.HoldModelResponse0\x01\x12O\n\x06Gather\x12 .treadle.engram.v1.GatherRequest\x1a!.treadle.engram.v1.GatherResponse0\x01\x12O\n\x06Lookup\x12 .treadle.engram.v1.LookupRequest\x1a!.treadle.engram.v1.LookupResponse0\x01\x12^\n\x0bWatchModels\x12%.treadle.engram.v1.WatchModelsRequest\x1a&.treadle.engram.v1.WatchModelsResponse0\x01\x12^\n\x0bVerifyModel\x12%.treadle.engram.v1.VerifyModelRequest\x1a&.treadle.engram.v1.VerifyModelResponse0\x01\x12\\\n\x0bRemoveModel\x12%.treadle.engram.v1.RemoveModelRequest\x1a&.treadle.engram.v1.RemoveModelResponse\x12M\n\x06Status\x12 .treadle.engram.v1.StatusRequest\x1a!.treadle.engram.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -67,32 +67,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_OPENMODELRESPONSE']._serialized_end=1511
   _globals['_OPENMODELRESPONSE_FINGERPRINTENTRY']._serialized_start=1461
   _globals['_OPENMODELRESPONSE_FINGERPRINTENTRY']._serialized_end=1511
-  _globals['_GATHERREQUEST']._serialized_start=1513
-  _globals['_GATHERREQUEST']._serialized_end=1599
-  _globals['_GATHERRESPONSE']._serialized_start=1601
-  _globals['_GATHERRESPONSE']._serialized_end=1631
-  _globals['_WINDOWS']._serialized_start=1633
-  _globals['_WINDOWS']._serialized_end=1729
-  _globals['_LOOKUPREQUEST']._serialized_start=1731
-  _globals['_LOOKUPREQUEST']._serialized_end=1849
-  _globals['_LOOKUPRESPONSE']._serialized_start=1851
-  _globals['_LOOKUPRESPONSE']._serialized_end=1896
-  _globals['_WATCHMODELSREQUEST']._serialized_start=1898
-  _globals['_WATCHMODELSREQUEST']._serialized_end=1918
-  _globals['_WATCHMODELSRESPONSE']._serialized_start=1920
-  _globals['_WATCHMODELSRESPONSE']._serialized_end=1983
-  _globals['_VERIFYMODELREQUEST']._serialized_start=1985
-  _globals['_VERIFYMODELREQUEST']._serialized_end=2047
-  _globals['_VERIFYMODELRESPONSE']._serialized_start=2049
-  _globals['_VERIFYMODELRESPONSE']._serialized_end=2117
-  _globals['_REMOVEMODELREQUEST']._serialized_start=2119
-  _globals['_REMOVEMODELREQUEST']._serialized_end=2181
-  _globals['_REMOVEMODELRESPONSE']._serialized_start=2183
-  _globals['_REMOVEMODELRESPONSE']._serialized_end=2276
-  _globals['_STATUSREQUEST']._serialized_start=2278
-  _globals['_STATUSREQUEST']._serialized_end=2293
-  _globals['_STATUSRESPONSE']._serialized_start=2296
-  _globals['_STATUSRESPONSE']._serialized_end=2476
-  _globals['_ENGRAMPOOLSERVICE']._serialized_start=2479
-  _globals['_ENGRAMPOOLSERVICE']._serialized_end=3294
+  _globals['_HOLDMODELREQUEST']._serialized_start=1513
+  _globals['_HOLDMODELREQUEST']._serialized_end=1573
+  _globals['_HOLDMODELRESPONSE']._serialized_start=1575
+  _globals['_HOLDMODELRESPONSE']._serialized_end=1636
+  _globals['_GATHERREQUEST']._serialized_start=1638
+  _globals['_GATHERREQUEST']._serialized_end=1724
+  _globals['_GATHERRESPONSE']._serialized_start=1726
+  _globals['_GATHERRESPONSE']._serialized_end=1756
+  _globals['_WINDOWS']._serialized_start=1758
+  _globals['_WINDOWS']._serialized_end=1854
+  _globals['_LOOKUPREQUEST']._serialized_start=1856
+  _globals['_LOOKUPREQUEST']._serialized_end=1974
+  _globals['_LOOKUPRESPONSE']._serialized_start=1976
+  _globals['_LOOKUPRESPONSE']._serialized_end=2021
+  _globals['_WATCHMODELSREQUEST']._serialized_start=2023
+  _globals['_WATCHMODELSREQUEST']._serialized_end=2043
+  _globals['_WATCHMODELSRESPONSE']._serialized_start=2045
+  _globals['_WATCHMODELSRESPONSE']._serialized_end=2108
+  _globals['_VERIFYMODELREQUEST']._serialized_start=2110
+  _globals['_VERIFYMODELREQUEST']._serialized_end=2172
+  _globals['_VERIFYMODELRESPONSE']._serialized_start=2174
+  _globals['_VERIFYMODELRESPONSE']._serialized_end=2242
+  _globals['_REMOVEMODELREQUEST']._serialized_start=2244
+  _globals['_REMOVEMODELREQUEST']._serialized_end=2306
+  _globals['_REMOVEMODELRESPONSE']._serialized_start=2308
+  _globals['_REMOVEMODELRESPONSE']._serialized_end=2401
+  _globals['_STATUSREQUEST']._serialized_start=2403
+  _globals['_STATUSREQUEST']._serialized_end=2418
+  _globals['_STATUSRESPONSE']._serialized_start=2421
+  _globals['_STATUSRESPONSE']._serialized_end=2601
+  _globals['_ENGRAMPOOLSERVICE']._serialized_start=2604
+  _globals['_ENGRAMPOOLSERVICE']._serialized_end=3509
 # @@protoc_insertion_point(module_scope)

@@ -460,6 +460,54 @@ class OpenModelResponse(_message.Message):
 Global___OpenModelResponse: _TypeAlias = OpenModelResponse  # noqa: Y015
 
 @_typing.final
+class HoldModelRequest(_message.Message):
+    """Asks to hold a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Name, and version or empty."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldModelRequest: _TypeAlias = HoldModelRequest  # noqa: Y015
+
+@_typing.final
+class HoldModelResponse(_message.Message):
+    """The version is held."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """What is held."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldModelResponse: _TypeAlias = HoldModelResponse  # noqa: Y015
+
+@_typing.final
 class GatherRequest(_message.Message):
     """Asks for rows by id."""
 

@@ -55,6 +55,11 @@ class EngramPoolServiceStub:
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelRequest.SerializeToString,
                 response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelResponse.FromString,
                 _registered_method=True)
+        self.HoldModel = channel.unary_stream(
+                '/treadle.engram.v1.EngramPoolService/HoldModel',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelResponse.FromString,
+                _registered_method=True)
         self.Gather = channel.unary_stream(
                 '/treadle.engram.v1.EngramPoolService/Gather',
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.GatherRequest.SerializeToString,
@@ -113,6 +118,14 @@ class EngramPoolServiceServicer:
 
     def OpenModel(self, request, context):
         """Where the segments of one version lie, so that a process on this host can map them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HoldModel(self, request, context):
+        """Keeps a version from being freed while the call is open: what the shared lock is to a process that maps. Answers once,
+        then says nothing until the caller leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -177,6 +190,11 @@ def add_EngramPoolServiceServicer_to_server(servicer, server):
                     servicer.OpenModel,
                     request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelRequest.FromString,
                     response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelResponse.SerializeToString,
+            ),
+            'HoldModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.HoldModel,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelResponse.SerializeToString,
             ),
             'Gather': grpc.unary_stream_rpc_method_handler(
                     servicer.Gather,
@@ -296,6 +314,33 @@ class EngramPoolService:
             '/treadle.engram.v1.EngramPoolService/OpenModel',
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelRequest.SerializeToString,
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.OpenModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/HoldModel',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HoldModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class EngramPoolServiceStub:
     """The models and versions that are resident, current versions first."""
     OpenModel: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.OpenModelRequest, _engram_pool_pb2.OpenModelResponse]
     """Where the segments of one version lie, so that a process on this host can map them."""
+    HoldModel: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.HoldModelRequest, _engram_pool_pb2.HoldModelResponse]
+    """Keeps a version from being freed while the call is open: what the shared lock is to a process that maps. Answers once,
+    then says nothing until the caller leaves.
+    """
     Gather: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.GatherRequest, _engram_pool_pb2.GatherResponse]
     """Rows by id, from one layer of one version."""
     Lookup: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.LookupRequest, _engram_pool_pb2.LookupResponse]
@@ -79,6 +83,10 @@ class EngramPoolServiceAsyncStub(EngramPoolServiceStub):
     """The models and versions that are resident, current versions first."""
     OpenModel: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.OpenModelRequest, _engram_pool_pb2.OpenModelResponse]  # type: ignore[assignment]
     """Where the segments of one version lie, so that a process on this host can map them."""
+    HoldModel: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.HoldModelRequest, _engram_pool_pb2.HoldModelResponse]  # type: ignore[assignment]
+    """Keeps a version from being freed while the call is open: what the shared lock is to a process that maps. Answers once,
+    then says nothing until the caller leaves.
+    """
     Gather: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.GatherRequest, _engram_pool_pb2.GatherResponse]  # type: ignore[assignment]
     """Rows by id, from one layer of one version."""
     Lookup: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.LookupRequest, _engram_pool_pb2.LookupResponse]  # type: ignore[assignment]
@@ -126,6 +134,16 @@ class EngramPoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engram_pool_pb2.OpenModelResponse, _abc.Awaitable[_engram_pool_pb2.OpenModelResponse]]:
         """Where the segments of one version lie, so that a process on this host can map them."""
+
+    @_abc_1.abstractmethod
+    def HoldModel(
+        self,
+        request: _engram_pool_pb2.HoldModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.HoldModelResponse], _abc.AsyncIterator[_engram_pool_pb2.HoldModelResponse]]:
+        """Keeps a version from being freed while the call is open: what the shared lock is to a process that maps. Answers once,
+        then says nothing until the caller leaves.
+        """
 
     @_abc_1.abstractmethod
     def Gather(
