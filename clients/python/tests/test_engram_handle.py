@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from treadle.client.engram import EngramHandle, StepPrefetcher, fake_handle
-from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, Late, RowOutOfRange, Transport, WaitPolicy, Windows
+from treadle.client.engram.sources import TableSource
+from treadle.contract import (
+    Deadline,
+    DeadlineExceeded,
+    InvalidArgument,
+    Late,
+    ResourceExhausted,
+    RowOutOfRange,
+    Transport,
+    WaitPolicy,
+    Windows,
+)
 from treadle.kernels import HashPlan, reference
 
 IDS = [5, 9, 2, 499, 17, 17, 3, 250]
@@ -136,3 +147,38 @@ def test_a_step_that_nobody_finished_is_stopped_by_the_next(small: Any) -> None:
         assert np.array_equal(rows.rows, expected(small, 1, windows()))
         with pytest.raises(InvalidArgument, match="no table"):
             prefetcher.begin(windows()).rows(3)
+
+
+def test_a_missed_ticket_is_counted_under_the_policy_fail_too(small: Any) -> None:
+    with fake_handle(small.model, small.token_map, small.tables, delay_seconds=5.0) as slow:
+        prefetcher = StepPrefetcher(slow, policy=WaitPolicy(0.0, Late.FAIL))
+        step = prefetcher.begin(windows())
+        with pytest.raises(DeadlineExceeded):
+            step.rows(1)
+        figures = prefetcher.figures()[1]
+        assert (figures.tickets, figures.tickets_in_time, figures.rows_missing) == (1, 0, 128)
+        with pytest.raises(InvalidArgument, match="taken already"):
+            step.rows(1)
+
+
+def test_a_prefetch_that_is_refused_half_way_leaves_no_ticket_behind(small: Any) -> None:
+    source = TableSource(Transport.FAKE, small.model, small.tables, small.token_map)
+    tickets: list[Any] = []
+    submit: Any = source._queue.submit_lookup
+
+    def full_at_the_second(*args: Any) -> Any:
+        if tickets:
+            raise ResourceExhausted("queue: full")
+        tickets.append(submit(*args))
+        return tickets[0]
+
+    source._queue.submit_lookup = full_at_the_second  # type: ignore[method-assign,assignment]
+    with EngramHandle(small.model, small.model.version, source) as handle:
+        with pytest.raises(ResourceExhausted):
+            handle.prefetch(windows(), soon(1, 4))
+        assert tickets[0].done
+
+
+def test_a_source_that_cannot_be_made_keeps_nothing_open(small: Any) -> None:
+    with pytest.raises(InvalidArgument, match="workers"):
+        TableSource(Transport.FAKE, small.model, small.tables, small.token_map, workers=0)

@@ -46,10 +46,19 @@ Script = Callable[[Any], Iterator[pb.LookupResponse]]
 class ScriptedPool(pb_grpc.EngramPoolServiceServicer):
     def __init__(self) -> None:
         self.lookup: Script = whole
+        self.holds, self.left = 0, threading.Event()
         self.refusal: tuple[grpc.StatusCode, tuple[tuple[str, str], ...]] | None = None
 
     def Lookup(self, request: pb.LookupRequest, context: Any) -> Iterator[pb.LookupResponse]:  # noqa: N802
         yield from self.lookup(context)
+
+    def HoldModel(self, request: pb.HoldModelRequest, context: Any) -> Iterator[pb.HoldModelResponse]:  # noqa: N802
+        self.holds += 1
+        left = threading.Event()
+        context.add_callback(left.set)
+        yield pb.HoldModelResponse(ref=request.ref)
+        left.wait(60)
+        self.left.set()
 
     def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         if self.refusal is not None:
@@ -218,6 +227,41 @@ def test_a_pool_that_hangs_costs_no_thread_for_ever(pool: tuple[ScriptedPool, st
     for _ in range(20):  # more than CALLS_MAX
         assert prefetch(handle, WaitPolicy(0.05))[1].missing is not None
         assert ended.acquire(timeout=10)
+
+
+def test_an_open_handle_holds_its_version_until_it_is_closed(pool: tuple[ScriptedPool, str], small: Any) -> None:
+    with EngramHandle(small.model, small.model.version, RpcSource(Endpoint(pool[1]), small.model, small.model.version)) as opened:
+        opened.lookup(windows())
+        prefetch(opened, WaitPolicy(10))
+        assert pool[0].holds == 1
+        assert not pool[0].left.is_set()
+    assert pool[0].left.wait(10)
+
+
+def test_no_tokens_are_no_rows(handle: EngramHandle) -> None:
+    nothing = Windows.of_sequences([], depth=2)
+    assert handle.lookup(nothing)[4].shape == (0, 16, ROW_BYTES)
+    rows = handle.prefetch(nothing, {1: Deadline.after(0.01), 4: Deadline.after(0.01)}).wait(WaitPolicy(10))
+    assert rows[4].missing is None
+
+
+def test_closing_a_handle_ends_its_tickets(pool: tuple[ScriptedPool, str], small: Any) -> None:
+    begun = threading.Event()
+
+    def hangs(context: Any) -> Iterator[pb.LookupResponse]:
+        begun.set()
+        left = threading.Event()
+        context.add_callback(left.set)
+        left.wait(20)
+        yield pb.LookupResponse(layer=1, data=b"")
+
+    pool[0].lookup = hangs
+    closed = EngramHandle(small.model, small.model.version, RpcSource(Endpoint(pool[1]), small.model, small.model.version))
+    ticket = closed.prefetch(windows(), {1: Deadline.after(0.01), 4: Deadline.after(0.01)})
+    assert begun.wait(10)
+    closed.close()
+    with pytest.raises(Unavailable):
+        ticket.wait_layer(1, WaitPolicy(10, Late.FAIL))
 
 
 CODES: list[tuple[grpc.StatusCode, tuple[tuple[str, str], ...], type[TreadleError]]] = [

@@ -30,10 +30,18 @@ class InternalError(errors.TreadleError):
 
 
 def from_rpc(error: grpc.RpcError, address: str) -> errors.TreadleError:
-    """The error that `error` stands for. `address` is named where the caller must know who did not answer."""
-    code, text = error.code(), error.details() or ""
+    """The error that `error` stands for, with the service's name for it as `origin`.
+
+    `address` is named where the caller must know who did not answer.
+    """
     metadata = cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ())
     details = {name: value for name, value in metadata if isinstance(value, str)}
+    mirrored = _mirrored(error.code(), error.details() or "", details, address)
+    mirrored.origin = details.get("treadle-error")
+    return mirrored
+
+
+def _mirrored(code: grpc.StatusCode, text: str, details: dict[str, str], address: str) -> errors.TreadleError:
     if code is grpc.StatusCode.FAILED_PRECONDITION and "treadle-field" in details:
         return _with_text(errors.FingerprintMismatch(details["treadle-field"], None, None), text)
     if code is grpc.StatusCode.FAILED_PRECONDITION:
@@ -42,7 +50,7 @@ def from_rpc(error: grpc.RpcError, address: str) -> errors.TreadleError:
         return errors.ResourceExhausted(text, _number(details, "treadle-retry-after-seconds"))
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return errors.DeadlineExceeded(f"{address}: {text}", _number(details, "treadle-predicted-finish-seconds"))
-    if code is grpc.StatusCode.UNAVAILABLE and "treadle-error" not in details:
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED) and "treadle-error" not in details:
         return errors.Unavailable(f"{address} does not answer: {text}")
     make: Callable[[str], errors.TreadleError] = _BY_CODE.get(code, InternalError)
     return make(text)

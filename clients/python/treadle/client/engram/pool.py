@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, 
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
+log = logging.getLogger("treadle.client")
 LOAD_SECONDS_MAX = 6 * 3600.0  # 200 GB from a slow disk; a load that hangs ends some day
 WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
 Result = TypeVar("Result")
@@ -197,7 +199,10 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
     if transport == "auto":
         try:
             return mapped_source(opened, workers=workers) if _on_this_host(endpoint.address) else _rpc(endpoint, opened)
-        except (NotFound, PermissionError):  # it runs here but in another container, or as another user
+        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
+            log.warning(
+                "the table cannot be mapped, its rows come by rpc", extra={"model": resident.model.name, "reason": str(error)}
+            )
             return _rpc(endpoint, opened)
     if transport == Transport.MAPPED:
         return mapped_source(opened, workers=workers)

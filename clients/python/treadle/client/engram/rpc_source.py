@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,12 +17,24 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram.pool_types import windows_message
 from treadle.client.engram.ticket import LayerTicket, Rows
-from treadle.contract import DataLoss, Deadline, EngramModel, ResourceExhausted, Transport, TreadleError, Unavailable, Windows
+from treadle.contract import (
+    DataLoss,
+    Deadline,
+    EngramModel,
+    ProtocolMismatch,
+    ResourceExhausted,
+    Transport,
+    TreadleError,
+    Unavailable,
+    Windows,
+)
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
+log = logging.getLogger("treadle.client")
 CALLS_MAX = 8  # lookups in flight of one handle: a step at a time, and those being cancelled
+HOLD_SECONDS_MAX = 24 * 3600.0  # a hold is taken anew at the first lookup after that
 RETRY_SECONDS = 0.05  # between two tries while the pool restarts
 
 
@@ -31,17 +46,27 @@ class RpcSource:
         self._endpoint, self._channel = endpoint, endpoint.channel()
         self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
         self._ref = pb.ModelRef(model=model.name, version=version)
+        self._hold = _Hold(endpoint, self._stub, self._ref)
+        try:
+            self._hold.ensure()
+        except TreadleError:
+            self._channel.close()
+            raise
         self._calls = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="treadle-lookup")
         self._places = threading.Semaphore(CALLS_MAX)
 
     def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
         """See RowSource."""
+        self._hold.ensure()
         request = pb.GatherRequest(ref=self._ref, layer=layer, rows=rows.astype("<i8", copy=False).tobytes())
         answers = self._endpoint.stream(self._stub.Gather, request, self._endpoint.timeout_seconds)
         _fill_array(out, (answer.data for answer in answers))
 
     def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
         """See RowSource."""
+        if not windows.token_count:
+            return
+        self._hold.ensure()
         request = pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
         answers = self._endpoint.stream(self._stub.Lookup, request, self._endpoint.timeout_seconds)
         for layer, pieces in _by_layer(answers, layers):
@@ -52,11 +77,11 @@ class RpcSource:
         layers = sorted(deadlines, key=lambda layer: deadlines[layer])
         if not self._places.acquire(blocking=False):
             raise ResourceExhausted(f"{CALLS_MAX} lookups in flight, the limit of one handle", RETRY_SECONDS)
-        call = _LookupCall(
-            self._endpoint, self._stub, pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
-        )
+        request = pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
+        call = _LookupCall(self._endpoint, self._stub, request, self._hold)
         tickets = {layer: _RpcTicket(call, deadlines[layer], outs[layer]) for layer in layers}
-        self._calls.submit(self._run, call, tickets)
+        work = self._calls.submit(call.run if windows.token_count else _fill_empty, tickets)
+        work.add_done_callback(partial(self._ended, tickets))
         return {layer: ticket for layer, ticket in tickets.items()}  # noqa: C416 - widens the value type
 
     def page_bytes(self) -> int:
@@ -68,18 +93,51 @@ class RpcSource:
         self._channel.close()
         self._calls.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, call: _LookupCall, tickets: Mapping[int, _RpcTicket]) -> None:
+    def _ended(self, tickets: Mapping[int, _RpcTicket], work: Future[None]) -> None:
+        """The place is free; whoever still waits is told, also where the handle was closed or we have a bug."""
+        self._places.release()
+        cause = None if work.cancelled() else work.exception()
+        for ticket in tickets.values():
+            ticket.fail(Unavailable(f"the lookup ended without its rows: {cause or 'the handle was closed'}"))
+
+
+class _Hold:
+    """An open HoldModel call: the pool does not free the version while it stands. Taken again when the pool has restarted."""
+
+    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, ref: pb.ModelRef) -> None:
+        self._endpoint, self._stub, self._ref = endpoint, stub, ref
+        self._call: Any = None
+        self._refused = False
+        self._lock = threading.Lock()
+
+    def ensure(self) -> None:
+        """Raises NotFound if the version has gone, Unavailable if the pool does not answer."""
+        with self._lock:
+            if self._refused or (self._call is not None and self._call.is_active()):
+                return
+            self._call = self._stub.HoldModel(
+                pb.HoldModelRequest(ref=self._ref), timeout=HOLD_SECONDS_MAX, metadata=self._endpoint.metadata
+            )
+            self._await_answer()
+
+    def _await_answer(self) -> None:
+        """The call stays open for long, its first answer must not take long."""
+        too_late = threading.Timer(self._endpoint.timeout_seconds, self._call.cancel)
+        too_late.start()
         try:
-            call.run(tickets)
+            next(self._endpoint.answers_of(self._call), None)
+        except ProtocolMismatch:  # an older pool: it frees a superseded version without asking
+            log.warning("this pool cannot hold a version for rpc readers; a newer one can", extra={"pool": self._endpoint.address})
+            self._refused = True
         finally:
-            self._places.release()
+            too_late.cancel()
 
 
 class _LookupCall:
     """One Lookup in flight, tried again while the pool restarts, cancelled when nobody waits any more."""
 
-    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest) -> None:
-        self._endpoint, self._stub, self._request = endpoint, stub, request
+    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest, hold: _Hold) -> None:
+        self._endpoint, self._stub, self._request, self._hold = endpoint, stub, request, hold
         self._until = Deadline.after(WAIT_SECONDS_MAX)
         self._wanted, self._lock = len(request.layers), threading.Lock()
         self._abandoned = threading.Event()
@@ -112,6 +170,7 @@ class _LookupCall:
             self._live()
 
     def _try(self, tickets: Mapping[int, _RpcTicket]) -> None:
+        self._hold.ensure()
         call = self._stub.Lookup(
             self._request, timeout=max(0.001, self._until.remaining_seconds()), metadata=self._endpoint.metadata
         )
@@ -156,16 +215,18 @@ class _RpcTicket:
                 self._came[start : start + len(piece)] = True
 
     def filled(self) -> None:
-        if self._cancelled or self._ended.is_set():
-            return
-        self.finished_ns = time.monotonic_ns()
-        self._end()
+        with self._lock:
+            if self._cancelled or self._ended.is_set():
+                return
+            self.finished_ns = time.monotonic_ns()
+            self._end()
         self._call.leave()
 
     def fail(self, failure: TreadleError) -> None:
-        if not self._ended.is_set():
-            self._failure = failure
-            self._end()
+        with self._lock:
+            if not self._ended.is_set():
+                self._failure = failure
+                self._end()
 
     def wait(self, seconds: float) -> bool:
         self._ended.wait(seconds)
@@ -175,8 +236,8 @@ class _RpcTicket:
 
     def cancel(self) -> NDArray[np.bool_]:
         with self._lock:
-            first, self._cancelled = not self._cancelled, True
-        if first and not self.done:
+            leaves, self._cancelled = not self._cancelled and not self.done, True
+        if leaves:
             self._call.leave()
         return self._came
 
@@ -193,10 +254,10 @@ class _RpcTicket:
                 self._descriptor = -1
 
     def _end(self) -> None:
-        with self._lock:
-            self._ended.set()
-            if self._descriptor >= 0:
-                os.eventfd_write(self._descriptor, 1)
+        """Called once, with the lock held."""
+        self._ended.set()
+        if self._descriptor >= 0:
+            os.eventfd_write(self._descriptor, 1)
 
 
 def _by_layer(answers: Iterator[pb.LookupResponse], wanted: Collection[int]) -> Iterator[tuple[int, Iterator[bytes]]]:
@@ -250,6 +311,12 @@ def _fill_array(out: Rows, pieces: Iterator[bytes]) -> None:
         flat[start : start + len(piece)] = piece
 
     _fill((len(flat), flat.shape[1]), pieces, take)
+
+
+def _fill_empty(tickets: Mapping[int, _RpcTicket]) -> None:
+    for ticket in tickets.values():
+        ticket.started()
+        ticket.filled()
 
 
 def _nothing_to_cancel() -> object:

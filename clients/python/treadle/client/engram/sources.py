@@ -9,9 +9,9 @@ import fcntl
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
-from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, Windows
+from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
 from treadle.dataplane import DeadlineQueue
 from treadle.kernels import HashPlan, gather_rows, lookup
 from treadle.kernels.pages import HUGE_PAGE_BYTES, mapped_page_bytes
@@ -51,14 +51,20 @@ class TableSource:
     """Tables in this process's address space, gathered by the native deadline queue."""
 
     def __init__(self, transport: Transport, model: EngramModel, tables: Mapping[int, Rows], token_map: NDArray[np.int32] | None,
-                 *, workers: int = 1, owned: ExitStack | None = None) -> None:  # fmt: skip
+                 *, workers: int = 1) -> None:  # fmt: skip
         self.transport = transport
         self._tables = dict(tables)
         self._plans = {layer: HashPlan.from_model(model, layer, token_map) for layer in model.layers}
-        self._owned = owned or ExitStack()
-        self._queue = self._owned.enter_context(DeadlineQueue(workers=workers))
         for layer in model.layers:
             _check_table(layer, self._tables[layer], model)
+        self._queue = DeadlineQueue(workers=workers)
+        self._closing = weakref.finalize(self, self._queue.close)
+
+    def own(self, memory: ExitStack) -> None:
+        """Take over what the tables lie in: closed after the queue, also when this source is only forgotten."""
+        memory.callback(self._queue.close)
+        self._closing.detach()
+        self._closing = weakref.finalize(self, memory.close)
 
     def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
         """See RowSource."""
@@ -71,11 +77,17 @@ class TableSource:
 
     def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
         """See RowSource."""
-        earliest_first = sorted(deadlines, key=lambda layer: deadlines[layer])
-        return {
-            layer: self._queue.submit_lookup(self._plans[layer], self._tables[layer], windows, outs[layer], deadlines[layer])
-            for layer in earliest_first
-        }
+        tickets: dict[int, LayerTicket] = {}
+        try:
+            for layer in sorted(deadlines, key=lambda layer: deadlines[layer]):
+                tickets[layer] = self._queue.submit_lookup(
+                    self._plans[layer], self._tables[layer], windows, outs[layer], deadlines[layer]
+                )
+        except TreadleError:  # all or none: a ticket that nobody holds would write into a buffer that is used again
+            for ticket in tickets.values():
+                ticket.cancel()
+            raise
+        return tickets
 
     def page_bytes(self) -> int:
         """See RowSource."""
@@ -84,7 +96,7 @@ class TableSource:
     def close(self) -> None:
         """See RowSource."""
         self._tables.clear()
-        self._owned.close()
+        self._closing()
 
 
 def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
@@ -97,7 +109,9 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
         model = opened.resident.model
         tables = {layer: segment.rows for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
-        return TableSource(Transport.MAPPED, model, tables, token_map, workers=workers, owned=stack.pop_all())
+        source = TableSource(Transport.MAPPED, model, tables, token_map, workers=workers)
+        source.own(stack.pop_all())  # only now: a source that could not be made must not keep the version's lock
+        return source
 
 
 def local_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
@@ -214,7 +228,7 @@ def _hold_lock(opened: OpenedModel) -> int:
         raise NotFound(f"{opened.lock_path}: {error.strerror}; is the pool on this host, and its folder readable?") from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if not Path(f"/proc/self/fd/{descriptor}").exists() or os.fstat(descriptor).st_nlink == 0:
+        if os.fstat(descriptor).st_nlink == 0:
             raise NotFound(f"version {opened.resident.version} was removed while it was being opened")
     except BlockingIOError as error:
         os.close(descriptor)

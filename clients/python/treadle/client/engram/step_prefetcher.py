@@ -14,7 +14,7 @@ import numpy as np
 
 from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.ticket import LayerRows, LookupTicket, Rows
-from treadle.contract import Deadline, InvalidArgument, WaitPolicy, Windows
+from treadle.contract import Deadline, InvalidArgument, TreadleError, WaitPolicy, Windows
 
 RECORDS_MAX = 8192  # tickets whose times are kept for percentiles, for each layer
 FIRST_GUESS_SECONDS_PER_LAYER = 100e-6  # until a layer has been seen to start; small, so that nothing is put off
@@ -140,8 +140,14 @@ class Step:
             raise InvalidArgument(f"layer {layer} has no table; Engram layers are {sorted(self._outs)}")
         record = self._owner._records[layer]
         record.started(self._windows.token_count, (time.monotonic_ns() - self._begun_ns) / 1e9)
-        taken = self._look_up_now(layer) if self._ticket is None else self._ticket.wait_layer(layer, policy or self._owner._policy)
-        record.took(taken)
+        failure: TreadleError | None = None
+        if self._ticket is None:
+            taken = self._look_up_now(layer)
+        else:
+            taken, failure = self._ticket.settle_layer(layer, policy or self._owner._policy)
+        record.took(taken)  # also when it failed: a missed ticket that nobody counts would make "in time" look perfect
+        if failure is not None:
+            raise failure
         return taken
 
     def finish(self) -> None:

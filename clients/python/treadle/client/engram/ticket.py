@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Deadline, DeadlineExceeded, Late, TreadleError, WaitPolicy
+from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, Late, TreadleError, WaitPolicy
 
 Rows = NDArray[np.uint8]
 
@@ -93,21 +93,28 @@ class LookupTicket:
         The rows are the `out` given at the start; nobody writes to it after this. Raises DeadlineExceeded under the policy
         `fail`, with the missing rows zeroed all the same, and whatever ended the lookup otherwise (a pool that is gone).
         """
-        chosen = policy or WaitPolicy()
+        rows, failure = self.settle_layer(layer, policy or WaitPolicy())
+        if failure is not None:
+            raise failure
+        return rows
+
+    def settle_layer(self, layer: int, policy: WaitPolicy) -> tuple[LayerRows, TreadleError | None]:
+        """`wait_layer` for callers that count: what came, and the error to raise where rows are missing and the policy is `fail`."""
+        if layer not in self._tickets:
+            raise InvalidArgument(f"layer {layer}: not prefetched, or taken already; left are {sorted(self._tickets)}")
         asked_ns = time.monotonic_ns()
         ticket, out = self._tickets.pop(layer), self._outs[layer]
+        cause: TreadleError | None = None
         try:
-            came = ticket.wait(chosen.wait_seconds_max)
-            failure: TreadleError | None = None
+            came = ticket.wait(policy.wait_seconds_max)
         except TreadleError as error:
-            came, failure = False, error
+            came, cause = False, error
         missing = None if came else _take_what_came(ticket, out)
-        if not came and missing is not None and chosen.late is Late.FAIL:
-            absent = int(missing.sum())
-            raise failure or DeadlineExceeded(
-                f"layer {layer}: {absent} of {missing.size} rows missing after {chosen.wait_seconds_max} s"
-            )
-        return _judge(ticket, out, missing, asked_ns)
+        rows = _judge(ticket, out, missing, asked_ns)
+        if missing is None or policy.late is Late.MASK:
+            return rows, None
+        late = f"layer {layer}: {int(missing.sum())} of {missing.size} rows missing after {policy.wait_seconds_max:g} s"
+        return rows, cause or DeadlineExceeded(late)
 
     async def arrived(self, layer: int) -> None:
         """Return once the rows of `layer` are there or the lookup has ended; for asyncio, without a thread."""
