@@ -12,13 +12,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis clients/python services/engram-pool services/inference-worker services/inference-gateway benchmarks
-NATIVE := $(wildcard libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
+NATIVE := $(wildcard benchmarks/setup.py benchmarks/src/*.cpp libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
 TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis httpx grpcio-tools mypy-protobuf buf-bin
 PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
 
 .PHONY: help
 help:  ## list what can be done
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 # What treadle[fabric] brings. One pip call for all local packages, so that they find each other; no build isolation, so that the build tools are the pinned ones.
 $(VENV)/installed: constraints.txt $(addsuffix /pyproject.toml,$(ROOMS)) $(wildcard libs/*/setup.py) $(NATIVE)
@@ -51,7 +51,7 @@ lint: $(VENV)/tools  ## style, types, who imports whom, protos
 	for room in $(filter-out protos,$(ROOMS)) tests; do $(BIN)/mypy --no-error-summary $$room || exit 1; done  # one by one: each has its own tests/conftest.py
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
-	@if git cat-file -e HEAD:protos/buf.yaml 2>/dev/null; then $(BIN)/buf breaking protos --against '.git#ref=HEAD,subdir=protos'; fi
+	$(BIN)/buf breaking protos --against protos/published.binpb
 
 .PHONY: protos
 protos: $(VENV)/tools  ## generate protos/gen again
@@ -59,6 +59,10 @@ protos: $(VENV)/tools  ## generate protos/gen again
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos/gen --grpc_python_out=protos/gen \
 	  --mypy_out=protos/gen --mypy_grpc_out=protos/gen $(PROTOS) 2>&1 | grep -v '^Writing' || true
 	touch $(addsuffix py.typed,$(sort $(dir $(addprefix protos/gen/,$(PROTOS)))))
+
+.PHONY: protos-publish
+protos-publish: $(VENV)/tools  ## at a release: what buf breaking compares with from now on
+	$(BIN)/buf build protos -o protos/published.binpb
 
 .PHONY: protos-check
 protos-check: protos  ## fail if protos/gen is not what the protos say
@@ -76,4 +80,4 @@ up: $(VENV)/installed  ## pool, worker and gateway on this machine, until Ctrl-C
 clean:  ## remove what this Makefile made
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name '*.egg-info' -o -name __pycache__ -o -name build -type d -path './libs/*' | xargs -r rm -rf
-	find libs -name '*.so' -delete
+	find libs benchmarks -name '*.so' -delete

@@ -132,7 +132,14 @@ def _model(profile: Profile, table_rows: int) -> EngramModel:
     digest = hashlib.sha256(np.zeros(1, dtype="<i4").tobytes()).hexdigest()
     orders = tuple(range(2, 2 + profile.rows_per_token // 8))
     template = demo_model(
-        "bench", layers=(0,), token_map=digest, compressed_vocab_size=1, pad_id=0, prime_base=20_000, orders=orders, row=profile.row
+        "bench",
+        layers=(0,),
+        token_map=digest,
+        compressed_vocab_size=1,
+        pad_id=0,
+        prime_base=min(20_000, table_rows // (2 * profile.rows_per_token)),
+        orders=orders,
+        row=profile.row,
     )
     return template.with_tables({0: Table(table_rows, "0" * 64)})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import shutil
 import signal
 import subprocess
@@ -36,9 +37,10 @@ def pool_process() -> Iterator[PoolProcess]:
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()
+        readable, _, _ = select.select([process.stdout], [], [], START_SECONDS_MAX)
+        line = process.stdout.readline() if readable else ""
         if not line:
-            raise RuntimeError(f"the pool ended with {process.wait(START_SECONDS_MAX)} before it was ready")
+            raise RuntimeError(f"the pool was not ready within {START_SECONDS_MAX} s (exit code {process.poll()})")
         yield PoolProcess(json.loads(line)["listen"], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)

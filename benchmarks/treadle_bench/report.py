@@ -23,6 +23,7 @@ from rich.table import Table
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
 Step = TypeVar("Step")
+ROUNDS_MIN = 8  # for an interval
 BOOTSTRAP_DRAWS = 2000  # of rounds, for the interval of a ratio
 
 
@@ -91,9 +92,13 @@ def rows_of(samples: Mapping[str, Sequence[float]], params: Mapping[str, Any], u
     return rows
 
 
-def paired_ratio(mine: NDArray[np.float64], base: NDArray[np.float64], *, seed: int = 0) -> tuple[float, tuple[float, float]]:
-    """Median of mine/base over rounds, and its 95 % interval by bootstrap over the rounds."""
+def paired_ratio(
+    mine: NDArray[np.float64], base: NDArray[np.float64], *, seed: int = 0
+) -> tuple[float, tuple[float, float] | None]:
+    """Median of mine/base over rounds, and its 95 % interval by bootstrap; None below ROUNDS_MIN, where that would be the range."""
     ratios = mine / base
+    if len(ratios) < ROUNDS_MIN:
+        return float(np.median(ratios)), None
     draws = np.random.default_rng(seed).integers(0, len(ratios), size=(BOOTSTRAP_DRAWS, len(ratios)))
     low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
     return float(np.median(ratios)), (float(low), float(high))
@@ -118,9 +123,11 @@ def document(rows: Sequence[Row], goals: Sequence[Goal], extra: Mapping[str, Any
     }  # fmt: skip
 
 
-def show(rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: str, extra: Mapping[str, Any] | None = None) -> None:
-    """Print the figures."""
-    whole = document(rows, goals, extra)
+def show(
+    rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: str, quick: bool, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Print the figures. A quick run is an impression: it is not held against the goals."""
+    whole = document(rows, [] if quick else goals, {"quick": quick, **(extra or {})})
     if as_json:
         sys.stdout.write(json.dumps(whole) + "\n")
         return
@@ -138,7 +145,7 @@ def show(rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: st
         params = " ".join(f"{key}={value}" for key, value in row.params.items())
         table.add_row(row.name, params, f"{_digits(row.median)} {row.unit}", _digits(row.p99), str(row.n), ratio, interval)
     console.print(table)
-    for goal in goals:
+    for goal in [] if quick else goals:
         sign = ">=" if goal.at_least else "<="
         console.print(
             f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {sign} {goal.limit:g})", highlight=False
