@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,23 @@ def test_what_does_not_fit_is_refused_by_name(pool: Pool) -> None:
         with pytest.raises(FingerprintMismatch) as refusal:
             fabric.engram.open("demo", expected={"row_bytes": "264"})
         assert refusal.value.field == "row_bytes"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_handle_keeps_its_version_when_a_new_one_is_loaded(transport: str, pool: Pool) -> None:
+    windows, template = Windows.of_sequences([([5, 6, 7], 0)], 2), replace(MODELS[0], name=f"swap-{transport}")
+    with EngramPool(Endpoint(pool.address)) as client:
+        old = client.load_random(template, TOKEN_MAP, seed=1).version
+        with client.open(template.name, transport=transport) as handle:
+            expected = handle.lookup(windows)
+            new = client.load_random(template, TOKEN_MAP, seed=2).version
+            assert new != old
+            time.sleep(2)  # longer than the pool takes to free what nobody holds
+            assert all(np.array_equal(rows, expected[layer]) for layer, rows in handle.lookup(windows).items())
+            with client.open(template.name, transport=transport) as fresh:
+                assert fresh.version == new
+                assert not np.array_equal(fresh.lookup(windows)[1], expected[1])
+        client.remove(template.name)
 
 
 async def test_the_asyncio_door_opens_the_same_handles(pool: Pool, handles: dict[str, dict[str, EngramHandle]]) -> None:

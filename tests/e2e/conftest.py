@@ -21,7 +21,7 @@ COMMAND_SECONDS_MAX = 300
 
 @dataclass(frozen=True)
 class RunningFabric:
-    """What `treadle up` said, and the home it runs in."""
+    """What `treadle up` said, and the home it runs in. Its rows are fused: wrong or zero rows change the answers."""
 
     home: Path
     state: dict[str, Any]
@@ -61,8 +61,9 @@ def model_dir() -> Path:
 def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
     home = tmp_path_factory.mktemp("home")
     up = run_treadle(
-        home, "up", "--detach", "--json", "--gateway-port", "0", "--engram-transport", "mapped", "--model", str(model_dir)
-    )
+        home, "up", "--detach", "--json", "--gateway-port", "0", "--port-base", "0", "--engram-transport", "mapped",
+        "--model", str(model_dir),
+    )  # fmt: skip
     assert up.returncode == 0, up.stderr
     running = RunningFabric(home, json.loads(up.stdout))
     yield running
