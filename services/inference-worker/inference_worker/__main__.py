@@ -118,7 +118,10 @@ def _memory(settings: Settings, config: ModelConfig, folder: Path) -> Iterator[E
             "engram opened",
             extra={"model": handle.model.name, "version": handle.version, "transport": handle.transport, "fused": fused},
         )
-        yield EngramMemory(handle.model, handle.version, handle.transport, fusion, prefetcher, fused=fused)
+        yield EngramMemory(
+            handle.model, handle.version, handle.transport, fusion, prefetcher, fused=fused,
+            wait_seconds_max=settings.engram_wait_seconds_max,
+        )  # fmt: skip
 
 
 def _log_progress(step: str, fraction: float) -> None:

@@ -79,7 +79,7 @@ class Settings(ServerSettings):
     engram_prefetch: bool = True
     """Look up all layers at the start of a step; false: each at its layer."""
     engram_wait_seconds_max: float = 1.0
-    """Longest wait for rows at one layer, for requests that name none."""
+    """Longest wait for rows at one layer: of requests that name none, and the ceiling for those that name more."""
     engram_late: Late = Late.MASK
     """After that: mask (go on without, degraded) or fail, for requests that do not say."""
     engram_open_seconds_max: float = 60.0

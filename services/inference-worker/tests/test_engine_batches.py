@@ -209,8 +209,17 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(tiny_engine: MakeEngine, 
         engine.submit(Request(prompt(5)), Answer())
     with pytest.raises(ResourceExhausted) as refused:
         engine.submit(Request(prompt(5)), Answer())
-    assert refused.value.retry_after_seconds is not None
-    assert refused.value.retry_after_seconds > 0
+    assert refused.value.retry_after_seconds == 0.5  # three of them, one second each, sixteen at once: the least there is
+
+
+@pytest.mark.parametrize(("waiting", "seconds"), [(1, 2.0), (9, 10.0), (80, 60.0)])
+def test_the_time_to_come_back_grows_with_the_queue(tiny_engine: MakeEngine, prompt: Prompt, waiting: int, seconds: float) -> None:
+    engine = tiny_engine(sequences_max=1, requests_waiting_max=waiting)
+    for _ in range(waiting):
+        engine.submit(Request(prompt(5)), Answer())
+    with pytest.raises(ResourceExhausted, match=f"try again in {seconds} s") as refused:
+        engine.submit(Request(prompt(5)), Answer())
+    assert refused.value.retry_after_seconds == seconds
 
 
 def test_a_closed_door_refuses_and_lets_the_rest_finish(tiny_engine: MakeEngine, prompt: Prompt) -> None:

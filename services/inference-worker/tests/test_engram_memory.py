@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from inference_worker.domain.answer import Answer, run_until_done
@@ -22,6 +23,7 @@ from inference_worker.domain.sequence import Sequence
 from inference_worker.domain.text import TextStream, Vocabulary
 from treadle.client.engram import StepPrefetcher, fake_handle
 from treadle.contract import (
+    Deadline,
     EngramModel,
     Family,
     FingerprintMismatch,
@@ -34,6 +36,7 @@ from treadle.contract import (
     Windows,
 )
 from treadle.contract.families import demo_model, qwen_ple_model
+from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
 from treadle.nn.token_map import token_map_digest
 
@@ -50,12 +53,16 @@ def memories(tiny: CausalLM, tiny_engram: TinyEngram) -> Iterator[Callable[..., 
     """Makes memories of the tiny Engram model on a fake handle."""
     with ExitStack() as stack:
 
-        def make(*, fused: bool = True, prefetch: bool = True, delay_seconds: float = 0.0) -> EngramMemory:
+        def make(
+            *, fused: bool = True, prefetch: bool = True, delay_seconds: float = 0.0, wait_seconds_max: float = 1.0
+        ) -> EngramMemory:
             model, token_map, tables = tiny_engram
             handle = stack.enter_context(fake_handle(model, token_map, tables, delay_seconds))
             prefetcher = StepPrefetcher(handle, prefetch=prefetch)
             fusion = fusion_of(model, tiny.config.hidden, None)
-            return EngramMemory(model, handle.version, handle.transport, fusion, prefetcher, fused=fused)
+            return EngramMemory(
+                model, handle.version, handle.transport, fusion, prefetcher, fused=fused, wait_seconds_max=wait_seconds_max
+            )
 
         yield make
 
@@ -147,13 +154,75 @@ def test_a_request_that_would_rather_fail_fails_and_its_neighbour_goes_on(
     assert len(humble.piece.token_ids) == 2
 
 
-def test_a_step_waits_as_long_as_its_most_patient_request(
+def test_a_step_waits_as_long_as_its_most_patient_request_within_the_ceiling(
     engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
 ) -> None:
     engine = engines(memories(delay_seconds=0.03))
     patient = Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(5.0, Late.FAIL))
     pieces = ask(engine, patient, Request(prompt(20, 1), Sampling(max_tokens=1), policy=BRIEF))
     assert not any(piece.degraded for piece in pieces)
+
+
+def test_the_most_patient_request_holds_the_others_no_longer_than_the_ceiling(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=20.0, wait_seconds_max=0.05))
+    patient, brief = Answer(), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(30.0, Late.FAIL)), patient)
+    engine.submit(Request(prompt(20, 1), Sampling(max_tokens=1), policy=BRIEF), brief)
+    (report,) = run_until_done(engine, [patient, brief])
+    assert all(0.05 <= ticket.stall_seconds < 5.0 for ticket in report.layers)
+    assert brief.piece.degraded
+    waited = f"{report.layers[0].stall_seconds:.3g}"
+    assert str(patient.error) == (
+        f"engram layer 1: 80 rows missing after a wait of {waited} s; try again, or ask for late = mask to go on without them"
+    )
+
+
+def test_no_layer_waits_past_the_deadlines_of_all_its_requests(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=60.0, wait_seconds_max=30.0))
+    answers = [Answer(), Answer()]
+    for number, answer in enumerate(answers):
+        deadline = Deadline.after(0.5 + number / 2)
+        engine.submit(Request(prompt(20, number), Sampling(max_tokens=1), policy=WaitPolicy(30.0), deadline=deadline), answer)
+    report = engine.step()
+    assert report is not None
+    assert sum(ticket.stall_seconds for ticket in report.layers) < 5.0
+
+
+def test_a_request_about_to_expire_does_not_end_the_wait_of_the_others(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    engine = engines(memories(delay_seconds=0.5, wait_seconds_max=30.0))
+    hasty, patient = Answer(), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(30.0), deadline=Deadline.after(0.1)), hasty)
+    engine.submit(Request(prompt(20, 1), Sampling(max_tokens=1), policy=WaitPolicy(30.0)), patient)
+    engine.step()
+    assert patient.done
+    assert not patient.piece.degraded
+
+
+def test_a_cancelled_request_makes_nobody_wait(
+    engines: MakeEngine, memories: Callable[..., EngramMemory], tiny: CausalLM, prompt: Prompt
+) -> None:
+    memory = memories(delay_seconds=60.0, wait_seconds_max=30.0)
+    engine = engines(memory)
+    left = engine.submit(Request(prompt(4), policy=WaitPolicy(30.0)), Answer())
+    here = engine.submit(Request(prompt(4), policy=BRIEF), Answer())
+    step = memory.begin([Slot(left, 0, 4), Slot(here, 0, 4)])
+    left.cancelled = True
+    left.kv, here.kv = (SequenceKV(tiny.config, history=memory.history_widths) for _ in range(2))
+    step.before_layer(1, torch.zeros(8, tiny.config.hidden))
+    step.finish()
+    assert step.reports[0].stall_seconds < 5.0
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 31.0])
+def test_a_ceiling_that_is_no_wait_is_refused(wrong: float, memories: Callable[..., EngramMemory]) -> None:
+    with pytest.raises(InvalidArgument, match="wait_seconds_max"):
+        memories(wait_seconds_max=wrong)
 
 
 class DeadPool:
@@ -193,6 +262,12 @@ def test_a_pool_that_is_gone_degrades_and_does_not_fail_the_step(
     (piece,) = ask(engines(memory), Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)))
     assert piece.degraded
     assert len(piece.token_ids) == 3
+    engine, proud = engines(memory), Answer()
+    engine.submit(Request(prompt(20), policy=WaitPolicy(0.1, Late.FAIL)), proud)
+    (report,) = run_until_done(engine, [proud])
+    assert [(ticket.transport, ticket.gather_outcome, ticket.rows) for ticket in report.layers] == [("rpc", "failed", 0)] * 2
+    assert isinstance(proud.error, MemoryMissing)
+    assert "layer 1: 80 rows missing (no pool)" in str(proud.error)
 
 
 def test_reports_and_figures_tell_each_layers_tickets(

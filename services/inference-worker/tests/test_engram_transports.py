@@ -112,7 +112,7 @@ def fused(tiny: CausalLM) -> Callable[..., EngramMemory]:
     def make(handle: EngramHandle, *, prefetch: bool = True) -> EngramMemory:
         fusion = fusion_of(handle.model, tiny.config.hidden, None)
         prefetcher = StepPrefetcher(handle, prefetch=prefetch)
-        return EngramMemory(handle.model, handle.version, handle.transport, fusion, prefetcher, fused=True)
+        return EngramMemory(handle.model, handle.version, handle.transport, fusion, prefetcher, fused=True, wait_seconds_max=20.0)
 
     return make
 

@@ -43,6 +43,16 @@ def test_the_nucleus_is_the_smallest_set_with_the_wanted_probability() -> None:
     assert set(draws(Sampling(temperature=1.0, top_p=0.84, seed=1), 500)) == {0, 2}
 
 
+def test_the_last_bits_of_near_ties_do_not_change_what_a_seed_draws() -> None:
+    ties = torch.cat([torch.zeros(8), torch.full((4,), -20.0)])
+    noise = 1e-6 * torch.randn(12, generator=torch.Generator().manual_seed(1))
+    one, other = ties + noise, ties - noise
+    assert nucleus(one.double().softmax(-1), 0.99)[1].tolist() != nucleus(other.double().softmax(-1), 0.99)[1].tolist()
+    for seed in range(200):
+        sampling = Sampling(temperature=1.0, top_p=0.99, seed=seed)
+        assert choose(one, sampling, generator_of(sampling)) == choose(other, sampling, generator_of(sampling))
+
+
 def test_a_flat_distribution_has_a_nucleus_larger_than_the_first_look() -> None:
     flat = torch.full((4 * NUCLEUS_FIRST,), 1 / (4 * NUCLEUS_FIRST), dtype=torch.float64)
     assert len(nucleus(flat, 0.5)[1]) == pytest.approx(2 * NUCLEUS_FIRST, abs=1)

@@ -220,6 +220,11 @@ async def test_status_and_the_last_message_tell_what_the_engram_did(
     ]
     assert sum(count or 0 for count in outcomes) == 8
     assert registry.get_sample_value("treadle_worker_engram_slack_seconds_count", {"layer": "2"}) == 8
+    fake = {"transport": "fake"}
+    rows = sum(layer.row_bytes for layer in status.engram_layers) // 32
+    assert registry.get_sample_value("treadle_worker_engram_rows_total", fake) == rows
+    assert registry.get_sample_value("treadle_worker_engram_gathers_total", fake | {"outcome": "ok"}) == 16
+    assert registry.get_sample_value("treadle_worker_engram_gather_seconds_count", fake) == 16
 
 
 async def test_a_caller_chooses_between_a_degraded_answer_and_none(
@@ -237,6 +242,8 @@ async def test_a_caller_chooses_between_a_degraded_answer_and_none(
             await whole(worker, masked)
     assert registry.get_sample_value("treadle_worker_requests_total", {"outcome": "memory_missing"}) == 1
     assert registry.get_sample_value("treadle_worker_engram_tickets_total", {"layer": "1", "outcome": "missing"}) == 3
+    assert registry.get_sample_value("treadle_worker_engram_gathers_total", {"transport": "fake", "outcome": "missing"}) == 6
+    assert registry.get_sample_value("treadle_worker_engram_gather_seconds_count", {"transport": "fake"}) is None
 
 
 def test_log_probabilities_of_a_long_prompt_are_cut_into_messages_below_a_mebibyte() -> None:

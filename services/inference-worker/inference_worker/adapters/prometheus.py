@@ -8,6 +8,7 @@ from inference_worker.domain.engine import Engine
 from inference_worker.domain.report import StepReport
 
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # one decode on a laptop to a large chunk
+GATHER_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # one token mapped to a chunk by rpc
 SLACK_SECONDS = (-1.0, -0.1, -0.01, -0.001, 0.0, 0.0001, 0.001, 0.01, 0.1, 1.0)  # negative: late
 
 
@@ -34,6 +35,12 @@ class WorkerMetrics:
         self._slack = Histogram(
             "treadle_worker_engram_slack_seconds", "Deadline minus completion of a ticket", ("layer",), buckets=SLACK_SECONDS,
             registry=registry,
+        )  # fmt: skip
+        self._rows = counter("engram_rows", "Engram rows that came", ("transport",))
+        self._gathers = counter("engram_gathers", "Engram gathers (a layer of a step), by outcome", ("transport", "outcome"))
+        self._gather_seconds = Histogram(
+            "treadle_worker_engram_gather_seconds", "Seconds from submission to the last row of a gather", ("transport",),
+            buckets=GATHER_SECONDS, registry=registry,
         )  # fmt: skip
 
     def watch(self, engine: Engine) -> None:
@@ -65,6 +72,10 @@ class WorkerMetrics:
             self._stalls.labels(layer).inc(ticket.stall_seconds)
             if ticket.slack_seconds is not None:
                 self._slack.labels(layer).observe(ticket.slack_seconds)
+            self._rows.labels(ticket.transport).inc(ticket.rows)
+            self._gathers.labels(ticket.transport, ticket.gather_outcome).inc()
+            if ticket.gather_seconds is not None:
+                self._gather_seconds.labels(ticket.transport).observe(ticket.gather_seconds)
 
     def ended(self, outcome: str) -> None:
         """See Observer."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inference_worker.domain import sampling
-from inference_worker.domain.errors import Draining, MemoryMissing, StepFailed
+from inference_worker.domain.errors import Draining, StepFailed
 from inference_worker.domain.kv_blocks import KVBlocks
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.ports import Observer, Sink
@@ -201,13 +201,12 @@ class Engine:
 
     def _answer(self, slots: list[Slot], hidden: Tensor, memory_step: EngramStep | None) -> int:
         """Choose the next token of every sequence that is complete, and hand out pieces; returns the tokens chosen."""
-        missing = memory_step.failed if memory_step is not None else set()
+        missing = memory_step.failed if memory_step is not None else {}
         start, rows, choosing = 0, [], []
         for slot in slots:
             sequence = slot.sequence
             if sequence in missing:
-                error = MemoryMissing(f"engram rows missing after {sequence.request.policy.wait_seconds_max} s")
-                self._fail(sequence, error, "memory_missing")
+                self._fail(sequence, missing[sequence], "memory_missing")
             else:
                 self._add_prompt_logprobs(slot, hidden[start : start + slot.count])
                 if slot.completes:
@@ -306,8 +305,9 @@ class Engine:
             self._observer.ended(outcome)
 
     def _retry_after_seconds(self) -> float:
-        """When a place in the queue should be free: a batch frees one place each `mean / sequences_max` seconds."""
-        return min(max(self._mean_request_seconds / self.limits.sequences_max, RETRY_SECONDS_MIN), RETRY_SECONDS_MAX)
+        """When all who wait now, and one more, should have had a place: a batch frees one each `mean / sequences_max` seconds."""
+        seconds = (len(self._scheduler.waiting) + 1) * self._mean_request_seconds / self.limits.sequences_max
+        return min(max(seconds, RETRY_SECONDS_MIN), RETRY_SECONDS_MAX)
 
 
 def _step_failed(error: Exception) -> StepFailed:

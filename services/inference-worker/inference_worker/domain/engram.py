@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_worker.domain.errors import MemoryMissing
 from inference_worker.domain.ports import LayerFigures, LayerRows, Prefetcher, StepRows
 from inference_worker.domain.report import LayerReport
-from inference_worker.domain.request import MemoryReport
+from inference_worker.domain.request import MemoryReport, Request
 from inference_worker.domain.scheduler import Slot
 from inference_worker.domain.sequence import Sequence as RunningSequence
 from inference_worker.domain.sequence import kv_of
@@ -28,6 +29,7 @@ from treadle.contract.errors import (
     InvalidArgument,
     NotFound,
     ResourceExhausted,
+    TreadleError,
     Unavailable,
 )
 from treadle.contract.policy import Late, WaitPolicy
@@ -38,6 +40,7 @@ from treadle.nn.fusion import EngramFusion
 from treadle.nn.kv import SequenceKV
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 
+WAIT_SECONDS_MAX = 1.0  # at one layer, unless whoever runs the engine says otherwise: all requests of a step wait together
 # Why rows may not come although what was asked is right. Anything else is our bug, and fails the step.
 ROWS_GONE = (Unavailable, ResourceExhausted, DeadlineExceeded, NotFound, DataLoss)
 
@@ -48,12 +51,15 @@ class EngramMemory:
     transport: how its rows come, for reports
     fused:     True: rows are added to the hidden state. False (shadowed): all is computed and nothing added; waits, policies
                and degraded answers are the same, so that a shadowed run shows what a fused one would meet.
+    wait_seconds_max: longest wait of a step at one layer; a request that allows more gets this
     """
 
     def __init__(
-        self, model: EngramModel, version: str, transport: str, fusion: EngramFusion, prefetcher: Prefetcher, *, fused: bool
-    ) -> None:
+        self, model: EngramModel, version: str, transport: str, fusion: EngramFusion, prefetcher: Prefetcher, *, fused: bool,
+        wait_seconds_max: float = WAIT_SECONDS_MAX,
+    ) -> None:  # fmt: skip
         self.model, self.version, self.transport, self.fused = model, version, transport, fused
+        self.wait_seconds_max = WaitPolicy(wait_seconds_max).wait_seconds_max  # checked there
         self._fusion, self._prefetcher = fusion, prefetcher
 
     @property
@@ -70,10 +76,9 @@ class EngramMemory:
         """Start looking up the rows of a step."""
         windows = windows_of(slots, self.model.order_max - 1)
         try:
-            rows = self._prefetcher.begin(windows)
-        except ROWS_GONE:  # a queue that is full, a pool that is gone: the step goes on as its requests' policies say
-            rows = None
-        return EngramStep(self, slots, windows, rows)
+            return EngramStep(self, slots, windows, self._prefetcher.begin(windows))
+        except ROWS_GONE as error:  # a queue that is full, a pool that is gone: the step goes on as its requests' policies say
+            return EngramStep(self, slots, windows, None, error)
 
     def fuse(self, layer: int, hidden: Tensor, rows: NDArray[np.uint8], live: NDArray[np.bool_] | None, starts: Sequence[int],
              kv: Sequence[SequenceKV]) -> Tensor:  # fmt: skip
@@ -96,15 +101,24 @@ class EngramMemory:
 
 
 class EngramStep:
-    """The rows of one step. `failed`: sequences whose rows are missing and who asked to fail then."""
+    """The rows of one step.
 
-    def __init__(self, memory: EngramMemory, slots: Sequence[Slot], windows: Windows, rows: StepRows | None) -> None:
-        self._memory, self._slots, self._windows, self._rows = memory, slots, windows, rows
+    rows:   None where the lookup could not begin, and `refusal` says why
+    failed: sequences whose rows are missing and who asked to fail then, with the error of each
+    """
+
+    def __init__(
+        self,
+        memory: EngramMemory,
+        slots: Sequence[Slot],
+        windows: Windows,
+        rows: StepRows | None,
+        refusal: TreadleError | None = None,
+    ) -> None:
+        self._memory, self._slots, self._windows, self._rows, self._refusal = memory, slots, windows, rows, refusal
         self._starts = windows.starts.tolist()
-        # A step waits as long as its most patient request would: the others lose nothing but the time.
-        self._policy = WaitPolicy(max(slot.sequence.request.policy.wait_seconds_max for slot in slots), Late.MASK)
         self.reports: list[LayerReport] = []
-        self.failed: set[RunningSequence] = set()
+        self.failed: dict[RunningSequence, MemoryMissing] = {}
 
     def before_layer(self, layer: int, hidden: Tensor) -> Tensor:
         """The hook of the forward: at an Engram layer wait for its rows and fuse them; else `hidden` as it is."""
@@ -112,10 +126,9 @@ class EngramStep:
             return hidden
         taken = self._take(layer)
         rows, missing = self._none_came() if taken is None else (taken.rows, taken.missing)
-        absent = 0 if missing is None else int(missing.sum())
-        in_time, stall_seconds = (False, 0.0) if taken is None else (taken.in_time, taken.stall_seconds)
-        self.reports.append(LayerReport(layer, in_time, absent, stall_seconds, None if taken is None else taken.slack_seconds))
-        self._charge(in_time, missing)
+        report = self._report(layer, taken, 0 if missing is None else int(missing.sum()))
+        self.reports.append(report)
+        self._charge(report, missing)
         # The fusion was made for whole memories: a token of which a row is missing goes on without any.
         live = None if missing is None else np.asarray(~missing.any(axis=1))
         return self._memory.fuse(layer, hidden, rows, live, self._starts, [kv_of(slot.sequence) for slot in self._slots])
@@ -127,26 +140,55 @@ class EngramStep:
 
     def _take(self, layer: int) -> LayerRows | None:
         try:
-            return self._rows.rows(layer, self._policy) if self._rows is not None else None
-        except ROWS_GONE:  # the pool is gone, and these rows are not in this process
+            return self._rows.rows(layer, WaitPolicy(self._wait_seconds(), Late.MASK)) if self._rows is not None else None
+        except ROWS_GONE as error:  # the pool is gone, and these rows are not in this process
+            self._refusal = error
             return None
+
+    def _wait_seconds(self) -> float:
+        """How long the layer that starts now may wait: all requests of the step wait, so none of them decides alone.
+
+        As long as the most patient request still allows, its own deadline included, and at most the memory's own
+        `wait_seconds_max`. A request that was cancelled has no say any more.
+        """
+        wanted = [slot.sequence.request for slot in self._slots if not slot.sequence.cancelled]
+        patience = max((_patience_seconds(request) for request in wanted), default=0.0)
+        return min(patience, self._memory.wait_seconds_max)
+
+    def _report(self, layer: int, taken: LayerRows | None, absent: int) -> LayerReport:
+        transport, came = self._memory.transport, self._windows.token_count * self._memory.model.columns - absent
+        if taken is None:
+            return LayerReport(layer, transport, False, came, absent, 0.0, None, None)
+        gather_seconds = None if absent else taken.gather_seconds
+        return LayerReport(layer, transport, taken.in_time, came, absent, taken.stall_seconds, taken.slack_seconds, gather_seconds)
 
     def _none_came(self) -> tuple[NDArray[np.uint8], NDArray[np.bool_] | None]:
         shape = (self._windows.token_count, self._memory.model.columns)
         return np.zeros((*shape, self._memory.model.row.bytes), dtype=np.uint8), np.ones(shape, dtype=np.bool_)
 
-    def _charge(self, in_time: bool, missing: NDArray[np.bool_] | None) -> None:
+    def _charge(self, report: LayerReport, missing: NDArray[np.bool_] | None) -> None:
         """Write down for each request what the ticket did, and what its missing rows mean."""
         for slot, first, end in zip(self._slots, self._starts, self._starts[1:], strict=False):
             sequence = slot.sequence
             absent = 0 if missing is None else int(missing[first:end].sum())
             sequence.memory.tickets += 1
-            sequence.memory.tickets_in_time += in_time
+            sequence.memory.tickets_in_time += report.in_time
             sequence.memory.rows_missing += absent
             if absent:
                 sequence.degraded = True
                 if sequence.request.policy.late is Late.FAIL:
-                    self.failed.add(sequence)
+                    self.failed.setdefault(sequence, self._missing_error(report, absent))
+
+    def _missing_error(self, report: LayerReport, absent: int) -> MemoryMissing:
+        why = f"after a wait of {report.stall_seconds:.3g} s" if self._refusal is None else f"({self._refusal})"
+        return MemoryMissing(
+            f"engram layer {report.layer}: {absent} rows missing {why}; try again, or ask for late = mask to go on without them"
+        )
+
+
+def _patience_seconds(request: Request) -> float:
+    left = request.deadline.remaining_seconds() if request.deadline is not None else request.policy.wait_seconds_max
+    return min(request.policy.wait_seconds_max, left)
 
 
 def windows_of(slots: Sequence[Slot], depth: int) -> Windows:

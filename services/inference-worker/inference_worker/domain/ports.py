@@ -59,6 +59,10 @@ class LayerRows(Protocol):
     def slack_seconds(self) -> float:
         """Deadline minus completion; negative when late."""
 
+    @property
+    def gather_seconds(self) -> float:
+        """Seconds from submission to the last row."""
+
 
 class StepRows(Protocol):
     """The rows of one step; `treadle.client.engram.Step` fits."""

@@ -7,13 +7,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One Engram ticket: a layer of a step. `slack_seconds` is None when the lookup could not even begin."""
+    """One Engram ticket: a layer of a step.
+
+    transport:      how its rows travel
+    rows:           rows that came
+    slack_seconds:  deadline minus completion; None when the lookup could not begin, or ended with an error
+    gather_seconds: from submission to the last row; None unless all rows came
+    """
 
     layer: int
+    transport: str
     in_time: bool
+    rows: int
     rows_missing: int
     stall_seconds: float
     slack_seconds: float | None
+    gather_seconds: float | None
+
+    @property
+    def gather_outcome(self) -> str:
+        """ok: all rows came, however late; missing: some had not when the wait was over; failed: the lookup raised an error."""
+        return "failed" if self.slack_seconds is None else "missing" if self.rows_missing else "ok"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,10 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     """The next token.
 
     logits: [vocab] float32
-    Takes exactly one number from the generator for each token, so that a seed means the same text in any batch.
+    Takes exactly one number from the generator for each token, and draws in the order of token ids. A batch of another shape
+    changes logits in their last bits, and order by probability would swap tokens that are all but equally likely. So a seed
+    repeats its text in other batches, except where such a change matters by itself: the number falls on the border between two
+    tokens, or a token at the border of the nucleus enters or leaves it.
     """
     if generator is None:
         return int(torch.argmax(logits))
@@ -36,7 +39,8 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None
     if sampling.top_p >= 1:
         return _at(probabilities, point)
     kept, ids = nucleus(probabilities, sampling.top_p)
-    return int(ids[_at(kept, point)])
+    ids, order = torch.sort(ids)
+    return int(ids[_at(kept[order], point)])
 
 
 def nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:

@@ -185,7 +185,7 @@ class MemoryPolicy(_message.Message):
     WAIT_SECONDS_MAX_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     wait_seconds_max: _builtins.float
-    """Longest wait at one layer, seconds; 0: the worker's setting."""
+    """Longest wait at one layer, seconds; 0: the worker's setting, which is also the most that a request may ask for."""
     late: Global___LatePolicy.ValueType
     """Then what."""
     def __init__(
