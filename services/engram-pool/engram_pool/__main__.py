@@ -26,6 +26,7 @@ from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
 
 PROGRAM = "treadle-engram-pool"
+STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,13 +65,19 @@ async def serve(settings: Settings) -> int:
             with suppress(asyncio.CancelledError):
                 await reaper
     finally:
-        await pool.stop(keep_segments=settings.keep_segments or not served)
-        compute.close()
+        stopping = asyncio.ensure_future(pool.stop(keep_segments=settings.keep_segments or not served))
+        done, _ = await asyncio.wait([stopping], timeout=STOP_SECONDS_MAX)
+        compute.close()  # a stop that hangs in a thread ends here, with Unavailable
+        if done:
+            stopping.result()
 
 
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer]:
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
-    pool = Pool(store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max)
+    pool = Pool(
+        store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
+        holds_max=settings.holds_max, reap_grace_seconds=settings.reap_grace_seconds,
+    )  # fmt: skip
     loader = Loader(pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir))
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
     meters.observe(pool)

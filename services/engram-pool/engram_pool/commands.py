@@ -74,6 +74,8 @@ def load(
         raise InvalidArgument("give either --checkpoint PATH or --random")
     if random and names:
         raise InvalidArgument("--map names tensors of a checkpoint; random rows have none")
+    if checkpoint is not None and tokenizer is None and token_map is None and not profile:
+        tokenizer = _tokenizer_beside(checkpoint, manifest)
     model, ids = _template(name, manifest, profile, tokenizer, token_map, checkpoint)
     if model is None and random:
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
@@ -169,10 +171,30 @@ def _template(
     ids = _token_map(tokenizer, token_map)
     if manifest is not None:
         model = EngramModel.from_json(_read(manifest, MANIFEST_BYTES_MAX)).template
+        if model.token_map is not None and ids is None:
+            raise InvalidArgument(
+                f"{manifest}: the family {model.family} needs a token map: give --tokenizer FILE or --token-map FILE"
+            )
         return replace(model, name=name or model.name), ids
     if name and checkpoint is not None:
         return replace(_derived(checkpoint, ids), name=check_name(name)), ids
     return None, ids
+
+
+def _tokenizer_beside(checkpoint: Path, manifest: Path | None) -> Path | None:
+    """The tokenizer.json of the checkpoint, if the model needs a token map. Raises InvalidArgument if it needs one and has none.
+
+    None also for a checkpoint that only the pool's host sees: the pool says what is missing.
+    """
+    if manifest is not None and EngramModel.from_json(_read(manifest, MANIFEST_BYTES_MAX)).token_map is None:
+        return None
+    found = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
+    if found.is_file():
+        typer.echo(f"token map: made from {found}", err=True)
+        return found
+    if manifest is not None or checkpoint.exists():
+        raise InvalidArgument(f"the model needs a token map, and there is no {found}: give --tokenizer FILE or --token-map FILE")
+    return None
 
 
 def _derived(checkpoint: Path, ids: TokenMap | None) -> EngramModel:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from engram_pool.domain.pool import Listed, Pool
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.chassis.errors import CONTRACT_STATUS
-from treadle.contract import PROTO_VERSION, Deadline, InvalidArgument
+from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EngramPoolService"].full_name
 STATUS: dict[type[Exception], grpc.StatusCode] = dict(CONTRACT_STATUS)  # the domain raises nothing else
+STALL_SECONDS = 0.05  # behind the deadline: a call that is read finds it passed by itself, and says at which row
 Context = Any  # grpc.aio.ServicerContext: the stubs and the runtime disagree about its parameters
 
 
@@ -67,11 +69,17 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             lock_path=str(resident.stored.lock_path),
         )  # fmt: skip
 
+    async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
+        """Keep a version from being freed while the call is open."""
+        async with aclosing(self._pool.hold(request.ref.model, request.ref.version)) as held:
+            async for resident in held:
+                yield pb.HoldModelResponse(ref=pb.ModelRef(model=resident.name, version=resident.version))
+
     async def Gather(self, request: pb.GatherRequest, context: Context) -> AsyncIterator[pb.GatherResponse]:  # noqa: N802
         """Rows by id."""
-        ref, ids = request.ref, read_ids(request.rows)
-        pieces = self._gathering.gather(ref.model, ref.version, request.layer, ids, self._deadline(context))
-        async with aclosing(pieces):
+        ref, ids, deadline = request.ref, read_ids(request.rows), self._deadline(context)
+        pieces = self._gathering.gather(ref.model, ref.version, request.layer, ids, deadline)
+        async with _bounded(deadline), aclosing(pieces):
             async for piece in pieces:
                 yield pb.GatherResponse(data=piece)
 
@@ -87,8 +95,9 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             dead=sent.dead,
             lookback_dead=sent.lookback_dead,
         )
-        pieces = self._gathering.lookup(ref.model, ref.version, request.layers, windows, self._deadline(context))
-        async with aclosing(pieces):
+        deadline = self._deadline(context)
+        pieces = self._gathering.lookup(ref.model, ref.version, request.layers, windows, deadline)
+        async with _bounded(deadline), aclosing(pieces):
             async for layer, piece in pieces:
                 yield pb.LookupResponse(layer=layer, data=piece)
 
@@ -107,7 +116,8 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
         """Take a version, or all of a model, off the list."""
         removal = await self._pool.remove(request.ref.model, request.ref.version)
-        refs = [pb.ModelRef(model=resident.name, version=resident.version) for resident in removal.removed]
+        versions = dict.fromkeys((gone.name, gone.version) for gone in removal.removed)  # one may lie aside and be served again
+        refs = [pb.ModelRef(model=name, version=version) for name, version in versions]
         return pb.RemoveModelResponse(removed=refs, awaiting_readers=removal.awaiting_readers)
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: N802
@@ -129,6 +139,16 @@ def register(server: grpc.aio.Server, pool_server: EngramPoolServer) -> Sequence
     """Add the RPCs to `server`; their service's full name."""
     pb_grpc.add_EngramPoolServiceServicer_to_server(pool_server, server)
     return [SERVICE_NAME]
+
+
+@asynccontextmanager
+async def _bounded(deadline: Deadline) -> AsyncIterator[None]:
+    """End the call at its deadline also while it waits for a caller that does not read: its place and its version are needed."""
+    try:
+        async with asyncio.timeout(deadline.remaining_seconds() + STALL_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise DeadlineExceeded("the call's time was over before all rows were read") from error
 
 
 def _load_order(request: pb.LoadTableRequest) -> LoadOrder:

@@ -41,16 +41,24 @@ class Settings(ServerSettings):
     """Longest time a Gather or Lookup may take, whatever deadline its caller names."""
     watchers_max: int = 64
     """Most WatchModels calls at once."""
+    holds_max: int = 1024
+    """Most HoldModel calls at once; more are refused with RESOURCE_EXHAUSTED."""
+    calls_max: int = 2048
+    """Most calls in progress at once, holds included; more are refused with RESOURCE_EXHAUSTED."""
     compute_threads: int = 3
     """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
+    reap_grace_seconds: float = 30.0
+    """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
-        if self.gathers_max < 1 or self.watchers_max < 1 or self.compute_threads < 2:
-            raise WrongSetting("gathers_max and watchers_max are >= 1, compute_threads is >= 2")
+        if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
+            raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
+        if not 0 <= self.reap_grace_seconds <= 3600:
+            raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
             raise WrongSetting("gather_seconds_max is above 0, reap_interval_seconds at least 0.01, both at most 3600")

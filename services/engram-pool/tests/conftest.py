@@ -173,6 +173,7 @@ class Meters:
     gathers: list[tuple[str, int]] = field(default_factory=list)
     loaded_bytes: int = 0
     corrupt_segments: int = 0
+    left_versions: int = 0
 
     def load_ended(self, outcome: str) -> None:
         self.loads.append(outcome)
@@ -185,6 +186,9 @@ class Meters:
 
     def corrupt(self, segments: int) -> None:
         self.corrupt_segments += segments
+
+    def left(self, versions: int) -> None:
+        self.left_versions += versions
 
 
 @dataclass
@@ -242,17 +246,23 @@ def serve(tmp_path: Path) -> Serve:
 async def _serve(
     default_folder: Path, *, folder: Path | None = None, table_bytes_max: int = 0, watchers_max: int = 4, gathers_max: int = 8,
     list_bytes_max: int = LIST_BYTES_MAX, keep_segments: bool = True, checksums: bool = True, checkpoint_dir: Path | None = None,
+    holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
-    pool = Pool(store, compute, meters, table_bytes_max=table_bytes_max, watchers_max=watchers_max, list_bytes_max=list_bytes_max)
+    pool = Pool(
+        store, compute, meters, table_bytes_max=table_bytes_max, watchers_max=watchers_max, list_bytes_max=list_bytes_max,
+        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds,
+    )  # fmt: skip
     loader = Loader(pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir))
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
     meters.observe(pool)
     await pool.start(checksums=checksums)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
     server = grpc.aio.server(interceptors=[guard])
-    rpcs = EngramPoolServer(pool, loader, gathering, segment_dir=store.folder, gather_seconds_max=30.0, build_version="test")
+    rpcs = EngramPoolServer(
+        pool, loader, gathering, segment_dir=store.folder, gather_seconds_max=gather_seconds_max, build_version="test"
+    )
     register(server, rpcs)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

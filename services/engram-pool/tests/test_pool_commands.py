@@ -119,6 +119,23 @@ def test_a_token_map_that_does_not_fit_is_refused(
         assert raised.value.field == "compressed_vocab_size"
 
 
+def test_a_checkpoint_brings_its_own_tokenizer_or_the_refusal_says_what_to_give(
+    run: Run, v41: EngramModel, v41_checkpoint: V41Checkpoint, tmp_path: Path
+) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    manifest = tmp_path / "v41.json"
+    manifest.write_bytes(v41.to_json())
+    for words in (("--checkpoint", v41_checkpoint.folder), ("--random", "--manifest", manifest)):
+        with pytest.raises(InvalidArgument, match="give --tokenizer FILE or --token-map FILE"):
+            run("load", *words)
+    vocabulary = {f"w{number}": number for number in range(400)} | {"[UNK]": 400}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.save(str(v41_checkpoint.folder / "tokenizer.json"))
+    with pytest.raises(FingerprintMismatch) as raised:  # it was taken: 401 ids are not the 400 of the checkpoint
+        run("load", "--checkpoint", v41_checkpoint.folder)
+    assert raised.value.field == "compressed_vocab_size"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -112,7 +112,7 @@ async def test_a_flipped_byte_is_data_loss_and_the_version_leaves_service(serve:
         assert len(list(folder.glob(".corrupt-*"))) == 1
         await served.pool.reap()
     async with serve() as served:
-        assert not list(folder.glob(".corrupt-*"))
+        assert len(list(folder.glob(".corrupt-*"))) == 1  # kept for a look until it is removed or its room is needed
 
 
 async def test_a_gather_in_progress_ends_when_its_version_turns_out_corrupt(serve: Serve, ple: EngramModel, tmp_path: Path) -> None:

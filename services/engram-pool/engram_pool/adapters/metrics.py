@@ -37,10 +37,17 @@ class PrometheusMeters:
             registry=registry,
         )
 
+        self._left = Counter(
+            "treadle_engram_versions_left",
+            "Versions left unserved at a start, as they could not be read then or by this release",
+            registry=registry,
+        )
+
     def observe(self, pool: Pool) -> None:
         """Export the state of `pool`."""
         gauge = Gauge("treadle_engram_table_bytes", "Bytes of segments, by tier", ["tier"], registry=self._registry)
-        gauge.labels("memory").set_function(lambda: pool.table_bytes)
+        gauge.labels("memory" if pool.in_memory else "disk").set_function(lambda: pool.table_bytes)
+        gauge.labels("corrupt").set_function(lambda: pool.set_aside_bytes)
         for name, text, read in (
             ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.page_bytes),
             ("models_resident", "Versions that can be opened", lambda: pool.models_resident),
@@ -66,3 +73,7 @@ class PrometheusMeters:
     def corrupt(self, segments: int) -> None:
         """Count versions found corrupt or torn."""
         self._corrupt.inc(segments)
+
+    def left(self, versions: int) -> None:
+        """Count versions left unserved at a start."""
+        self._left.inc(versions)

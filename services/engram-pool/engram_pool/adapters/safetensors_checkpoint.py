@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class SafetensorsCheckpoint:
         self._descriptors.clear()
 
     def _take_in(self, file: Path) -> None:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = _open_plain(file)
         self._descriptors.append(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         header, data_start = _read_header(file, descriptor)
@@ -81,13 +82,11 @@ class SafetensorsCheckpoint:
 def open_checkpoint(path: Path, *, allowed_folder: Path | None = None) -> SafetensorsCheckpoint:
     """Open a safetensors file, or all of a folder; config.json beside them is read too.
 
-    allowed_folder: refuse everything outside it, links resolved
+    allowed_folder: refuse every file outside it, links resolved
     Raises NotFound if there is nothing, DataLoss for a torn file, InvalidArgument for a file of another kind.
     """
-    resolved = path.resolve()
-    if allowed_folder is not None and not resolved.is_relative_to(allowed_folder.resolve()):
-        raise InvalidArgument(f"path: {path} is outside checkpoint_dir {allowed_folder}")
     try:
+        resolved = _resolved(path, allowed_folder)
         if resolved.is_dir():
             files = sorted(file for file in resolved.iterdir() if file.name.endswith(".safetensors"))
             folder = resolved
@@ -97,11 +96,28 @@ def open_checkpoint(path: Path, *, allowed_folder: Path | None = None) -> Safete
             raise NotFound(f"{path} holds no *.safetensors")
         if len(files) > FILES_MAX:
             raise InvalidArgument(f"{path} holds {len(files)} files, the limit is {FILES_MAX}")
-        return SafetensorsCheckpoint(folder.name, files, _read_config(folder / "config.json"))
+        files = [_resolved(file, allowed_folder) for file in files]
+        return SafetensorsCheckpoint(folder.name, files, _read_config(_resolved(folder / "config.json", allowed_folder)))
     except FileNotFoundError as error:
         raise NotFound(f"no file or folder {path} on the pool's host") from error
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _resolved(path: Path, allowed_folder: Path | None) -> Path:
+    resolved = path.resolve()
+    if allowed_folder is not None and not resolved.is_relative_to(allowed_folder.resolve()):
+        raise InvalidArgument(f"path: {path} is outside checkpoint_dir {allowed_folder}")
+    return resolved
+
+
+def _open_plain(file: Path) -> int:
+    """Open a plain file; never wait for the other end of a pipe. `file` is resolved: a link that came since is refused."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InvalidArgument(f"{file} is no plain file: a pipe, device or folder holds no tensors")
+    return descriptor
 
 
 def _read_header(file: Path, descriptor: int) -> tuple[dict[str, Any], int]:
@@ -144,7 +160,7 @@ def _tensor(file: Path, name: str, entry: object, data_bytes: int) -> tuple[Tens
 
 def _read_config(path: Path) -> dict[str, Any] | None:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(_open_plain(path), "rb") as file:
             text = file.read(CONFIG_BYTES_MAX + 1)
     except FileNotFoundError:
         return None

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from engram_pool.adapters.host_memory import file_system_type, free_bytes
+from engram_pool.adapters.host_memory import file_system_type, free_bytes, is_memory
 from engram_pool.adapters.version_files import (
     FOLDER_MODE,
     LOCK_NAME,
@@ -29,8 +29,8 @@ from engram_pool.adapters.version_files import (
     write_small,
 )
 from engram_pool.adapters.version_locks import count_readers, hold_for_life, locked_alone
-from engram_pool.domain.ports import Adopted, Standing, StoredVersion
-from treadle.contract import EngramModel, InvalidArgument, TreadleError, Unavailable
+from engram_pool.domain.ports import Adopted, SetAside, Standing, StoredVersion
+from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
 from treadle.contract.version import check_name, check_version
 
 log = logging.getLogger("engram_pool.store")
@@ -51,6 +51,26 @@ class SegmentFolder:
         if lock is None:
             raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
         self._pool_lock = lock
+        self._left: set[Path] = set()  # versions that `adopt` left as they were
+        self.in_memory = is_memory(self.folder)
+
+    def left_bytes(self) -> int:
+        """Bytes of versions that `adopt` left as they were."""
+        return sum(_folder_bytes(path) for path in self._left)
+
+    def list_set_aside(self) -> list[SetAside]:
+        """Corrupt versions that were set aside, the oldest first."""
+        found = []
+        for path in self.folder.glob(CORRUPT + "*"):
+            with suppress(FileNotFoundError):  # deleted meanwhile
+                if is_real_folder(path):
+                    name, version = _origin(path)
+                    found.append((path.lstat().st_mtime_ns, SetAside(name, version, path, _folder_bytes(path))))
+        return [version for _, version in sorted(found, key=lambda item: item[0])]
+
+    def delete_set_aside(self, version: SetAside) -> bool:
+        """Delete one; False, and nothing done, while a reader holds its lock."""
+        return self._remove_unless_read(version.path)
 
     def free_bytes(self) -> int:
         """Bytes that can still be written here."""
@@ -63,20 +83,26 @@ class SegmentFolder:
         return StagedVersion(path, self._put_in_place)
 
     def adopt(self, *, checksums: bool) -> Adopted:
-        """Sweep leftovers, map what is whole, set aside what is not; `checksums`: compare every one."""
+        """Sweep leftovers, map what is whole, set aside what is damaged; `checksums`: compare every one.
+
+        A version that cannot be read, which says nothing about its bytes, is left as it is: the next start tries again.
+        """
         self._sweep()
         versions, corrupt, current = [], [], {}
         for path in self._version_folders():
             try:
                 versions.append(self._adopt_one(path, checksums=checksums))
-            except (TreadleError, OSError) as error:
+            except DataLoss as error:
                 log.error("corrupt version set aside", extra={"path": str(path), "reason": str(error)})
                 corrupt.append(f"{path.parent.name} {path.name}")
-                self._move_aside(path)
+                self._move_aside_or_leave(path)
+            except (TreadleError, OSError) as error:
+                log.error("version cannot be read; left as it is and not served", extra={"path": str(path), "reason": str(error)})
+                self._left.add(path)
         for model in {stored.model.name for stored in versions}:
             if (version := self._read_current(model)) is not None:
                 current[model] = version
-        return Adopted(versions, corrupt, current)
+        return Adopted(versions, corrupt, current, tuple(sorted((path.parent.name, path.name) for path in self._left)))
 
     def set_current(self, model: str, version: str | None) -> None:
         """Remember the current version of a model, in one file that is replaced at once."""
@@ -142,6 +168,7 @@ class SegmentFolder:
         path = family / model.version
         if path.exists():  # not adopted, so not whole
             self._move_aside(path)
+            self._left.discard(path)
         staged.rename(path)
         sync_folder(family)
         return map_version(path)
@@ -163,25 +190,40 @@ class SegmentFolder:
         for family in sorted(self.folder.iterdir()):
             if not _is_name(family.name) or not is_real_folder(family) or (family / POOL_LOCK_NAME).exists():
                 continue  # our own files, links, and the folder of another pool below ours
-            found += [path for path in sorted(family.iterdir()) if _is_version(path.name) and is_real_folder(path)]
+            try:
+                found += [path for path in sorted(family.iterdir()) if _is_version(path.name) and is_real_folder(path)]
+            except OSError as error:
+                log.error("models cannot be read; left as they are", extra={"path": str(family), "reason": str(error)})
         return found
 
     def _sweep(self) -> None:
         for path in sorted(self.folder.iterdir()):
-            if path.name.startswith((LOADING, REMOVING, CORRUPT)) and is_real_folder(path):
+            if path.name.startswith((LOADING, REMOVING)) and is_real_folder(path):
                 log.info("leftover swept", extra={"path": str(path)})
-                self._remove_unless_read(path)
+                try:
+                    self._remove_unless_read(path)
+                except OSError as error:
+                    log.error("leftover stays", extra={"path": str(path), "reason": str(error)})
 
-    def _remove_unless_read(self, path: Path) -> None:
+    def _remove_unless_read(self, path: Path) -> bool:
         try:
             with locked_alone(path / LOCK_NAME) as alone:
                 if alone:
                     shutil.rmtree(path, ignore_errors=True)
+                return alone
         except FileNotFoundError:  # never published, so never read
             shutil.rmtree(path, ignore_errors=True)
+            return True
+
+    def _move_aside_or_leave(self, path: Path) -> None:
+        try:
+            self._move_aside(path)
+        except OSError as error:
+            log.error("corrupt version cannot be moved; it is not served", extra={"path": str(path), "reason": str(error)})
+            self._left.add(path)
 
     def _move_aside(self, path: Path) -> None:
-        self._moved(path, f"{CORRUPT}{path.parent.name}-{path.name[:12]}-")
+        os.utime(self._moved(path, f"{CORRUPT}{path.parent.name}-{path.name}-"))  # its age is the time it lies aside
         kept = sorted(self.folder.glob(CORRUPT + "*"), key=lambda old: old.lstat().st_mtime_ns)
         for old in kept[:-CORRUPT_KEPT_MAX]:
             self._remove_unless_read(old)
@@ -197,7 +239,7 @@ class SegmentFolder:
                 return check_version(json.loads(file.read(CURRENT_BYTES_MAX))["version"])
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError, TreadleError) as error:
+        except (OSError, ValueError, TypeError, KeyError, TreadleError) as error:
             log.warning(
                 "current.json is unreadable; the newest version becomes current", extra={"model": model, "reason": str(error)}
             )
@@ -236,6 +278,22 @@ def _make_ours(folder: Path) -> None:
         raise InvalidArgument(
             f"segment_dir: {folder} is on hugetlbfs, which holds no small files; mount tmpfs with huge=always instead"
         )
+
+
+def _origin(path: Path) -> tuple[str, str]:
+    """Model and version that a folder set aside was: `.corrupt-<model>-<version>-<random>`, and a model may have hyphens."""
+    name, _, rest = path.name.removeprefix(CORRUPT).rpartition("-")[0].rpartition("-")
+    return name, rest
+
+
+def _folder_bytes(folder: Path) -> int:
+    """Bytes of the files in a folder, as far as they can be seen."""
+    total = 0
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(FileNotFoundError):
+                total += path.lstat().st_size
+    return total
 
 
 def _is_name(text: str) -> bool:

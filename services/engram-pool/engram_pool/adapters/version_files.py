@@ -5,6 +5,9 @@ Does not know where versions lie beside each other (segment_folder).
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
 import shutil
 import stat
@@ -15,8 +18,8 @@ from pathlib import Path
 from engram_pool.adapters.version_locks import FILE_MODE
 from engram_pool.domain.ports import Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
-from treadle.contract import DataLoss, EngramModel
-from treadle.contract.engram_model import MANIFEST_BYTES_MAX
+from treadle.contract import DataLoss, EngramModel, InvalidArgument
+from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA
 from treadle.kernels.segment import Segment, SegmentWriter
 
 FOLDER_MODE = 0o750
@@ -57,11 +60,12 @@ class StagedVersion:
 def map_version(path: Path) -> StoredVersion:
     """Map the version in the folder `path/..<model>/<version>`, headers and sizes checked.
 
-    Raises DataLoss if something is torn, missing or belongs to another version; InvalidArgument for an unreadable manifest.
+    Raises DataLoss if something is torn, missing or belongs to another version; InvalidArgument for a manifest of another
+    release; OSError if the system fails: then nothing is known about the version.
     """
     marker = path / COMMIT_MARKER
     manifest = read_small(marker, MANIFEST_BYTES_MAX)
-    model = EngramModel.from_json(manifest)
+    model = _read_manifest(manifest, path)
     if model.name != path.parent.name or model.version != path.name or model.to_json() != manifest:
         raise DataLoss(f"{marker} is the manifest of {model.name} {model.version}")
     with ExitStack() as opened:
@@ -96,10 +100,12 @@ def write_small(path: Path, data: bytes) -> None:
 
 
 def read_small(path: Path, bytes_max: int) -> bytes:
-    """Read a file, not through a link. Raises DataLoss if it is missing, larger than `bytes_max` or no plain file."""
+    """Read a file, not through a link. Raises DataLoss if it is missing, a link or larger than `bytes_max`, OSError as it comes."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
+            raise
         raise DataLoss(f"{path} cannot be read: {error.strerror}") from error
     with os.fdopen(descriptor, "rb") as file:
         data = file.read(bytes_max + 1)
@@ -120,6 +126,28 @@ def sync_folder(path: Path) -> None:
 def is_real_folder(path: Path) -> bool:
     """True for a folder that is no link."""
     return stat.S_ISDIR(path.lstat().st_mode)
+
+
+def _read_manifest(text: bytes, path: Path) -> EngramModel:
+    """The manifest of the version in `path`. What we cannot read is DataLoss only if it is not what was written."""
+    try:
+        return EngramModel.from_json(text)
+    except InvalidArgument as error:
+        if _schema(text) not in (None, SCHEMA):
+            raise InvalidArgument(f"{path} was written by another release: {error}") from error
+        if hashlib.sha256(text).hexdigest() != path.name:
+            raise DataLoss(f"{path / COMMIT_MARKER} is damaged: {error}") from error
+        raise
+
+
+def _schema(text: bytes) -> str | None:
+    """The schema that a manifest names; None if it names none of ours."""
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    return schema if isinstance(schema, str) and schema.startswith(SCHEMA.partition("/")[0] + "/") else None
 
 
 def _map_segment(path: Path) -> Segment:

@@ -20,6 +20,8 @@ class Resident:
     calls:      Gather, Lookup and Verify that read it now; it is unmapped only at 0
     closing:    being deleted: takes no new calls
     corrupt:    a checksum did not fit: calls in progress end
+    holds:      HoldModel calls: readers elsewhere that keep it from being freed
+    keep_until: monotonic seconds before which a superseded version stays: after a restart, holds are taken again first
     page_bytes: page size in use for its mappings
     """
 
@@ -29,6 +31,8 @@ class Resident:
     calls: int = 0
     closing: bool = False
     corrupt: bool = False
+    holds: int = 0
+    keep_until: float = 0.0
     plans: dict[int, HashPlan] = field(default_factory=dict)
 
     @property
@@ -61,6 +65,17 @@ class Resident:
             yield
         finally:
             self.calls -= 1
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep it from being freed. Raises Unavailable while it is being deleted."""
+        if self.closing:
+            raise Unavailable(f"{self.name} {self.version} is being deleted: a newer version took its place")
+        self.holds += 1
+        try:
+            yield
+        finally:
+            self.holds -= 1
 
     def check_intact(self) -> None:
         """Raise DataLoss once a checksum did not fit."""

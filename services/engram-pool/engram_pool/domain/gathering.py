@@ -55,7 +55,7 @@ class Gathering:
 
         Raises RowOutOfRange before anything is read, NotFound, InvalidArgument, DeadlineExceeded, ResourceExhausted, DataLoss.
         """
-        with self._call() as count:
+        with self._call(deadline) as count:
             if ids.shape[0] > GATHER_ROWS_MAX:
                 raise InvalidArgument(f"rows: at most {GATHER_ROWS_MAX} ids in one call, got {ids.shape[0]}")
             resident = self._pool.find(model, version)
@@ -71,7 +71,7 @@ class Gathering:
         self, model: str, version: str, layers: Sequence[int], windows: Windows, deadline: Deadline
     ) -> AsyncGenerator[tuple[int, bytes], None]:
         """Rows of every token, hashed here: (layer, piece) layer after layer; no `layers` means all. Errors as in `gather`."""
-        with self._call() as count:
+        with self._call(deadline) as count:
             resident = self._pool.find(model, version)
             with resident.in_use():
                 wanted = tuple(layers) or resident.model.layers
@@ -95,7 +95,7 @@ class Gathering:
             yield await self._compute.run(_rows, table, ids[first : first + step])
 
     @contextmanager
-    def _call(self) -> Iterator[_Count]:
+    def _call(self, deadline: Deadline) -> Iterator[_Count]:
         count, begun, outcome = _Count(), time.monotonic(), "cancelled"
         try:
             with self._pool.at_work(), self._calls.turn():
@@ -105,6 +105,8 @@ class Gathering:
             outcome = _outcome(error)
             raise
         finally:
+            if outcome == "cancelled" and not deadline.remaining_seconds():  # its caller has stopped reading
+                outcome = "late"
             self._meters.gather_ended(outcome, count.rows, time.monotonic() - begun)
 
 

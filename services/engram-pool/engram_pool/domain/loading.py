@@ -71,7 +71,7 @@ class Loader:
         """
         resident: Resident | None = None
         with self._pool.at_work(), self._loading.turn(), _counted(self._meters):
-            source = await self._compute.run(self._open, order)
+            source = await self._compute.run_or_leave(lambda: self._open(order), lambda late: late.close())
             try:
                 async with aclosing(self._make(source, order.keep_previous)) as events:
                     async for event in events:
@@ -104,6 +104,7 @@ class Loader:
 
     async def _make(self, source: RowSource, keep_previous: bool) -> AsyncGenerator[Progress | Resident, None]:
         model, run = source.model, self._compute.run
+        await self._pool.reap()  # what nobody reads any more makes room first
         await run(self._pool.room.check, model, _bytes_needed(source))
         staging = await run(self._store.stage)
         try:

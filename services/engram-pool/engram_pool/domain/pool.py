@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import Meters, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.ports import Meters, SetAside, Staging, Standing, StoredVersion, VersionStore
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.verification import Verification
@@ -29,7 +29,7 @@ WORK_ENDS_SECONDS = 30.0  # at the end, how long cancelled calls may take to cle
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A version as callers see it; `readers`: processes on this host that hold it, the pool not counted."""
+    """A version as callers see it; `readers`: processes on this host that hold it, the pool not counted, and HoldModel calls."""
 
     resident: Resident
     current: bool
@@ -38,9 +38,9 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Versions taken off the list, and how many of them readers still hold in memory."""
+    """Versions taken off the list or deleted where they lay aside, and how many of them readers still hold in memory."""
 
-    removed: tuple[Resident, ...]
+    removed: tuple[Resident | SetAside, ...]
     awaiting_readers: int
 
 
@@ -55,6 +55,8 @@ class Pool:
         *,
         table_bytes_max: int,
         watchers_max: int,
+        holds_max: int = 1024,
+        reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
     ) -> None:
         self.draining = False
@@ -62,6 +64,8 @@ class Pool:
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
         self._watching = Turnstile("watchers", watchers_max, retry_after_seconds=1.0)
+        self._holding = Turnstile("versions held by HoldModel", holds_max, retry_after_seconds=1.0)
+        self._reap_grace_seconds = reap_grace_seconds
         self._verifying = Turnstile("verifications in progress", 1, retry_after_seconds=5.0)
         self._change = asyncio.Lock()  # one change of the versions at a time: each spans files and state
         self._changed, self._generation = asyncio.Condition(), 0
@@ -72,20 +76,26 @@ class Pool:
     # -- life -----------------------------------------------------------------------------------------------------------
 
     async def start(self, *, checksums: bool) -> None:
-        """Take in what the store holds. Corrupt and torn versions are set aside and never served."""
+        """Take in what the store holds. Corrupt and torn versions are set aside and never served.
+
+        What could not be read is left as it is, for the next start. Superseded versions stay for `reap_grace_seconds`.
+        """
         begun = time.monotonic()
         adopted = await self._compute.run(self._store.adopt, checksums=checksums)
         self._meters.corrupt(len(adopted.corrupt))
+        self._meters.left(len(adopted.left))
         for stored in adopted.versions:
-            await self._take_in(stored)
+            (await self._take_in(stored)).keep_until = time.monotonic() + self._reap_grace_seconds
         for name in sorted({stored.model.name for stored in adopted.versions}):
             chosen = self._catalogue.get(name, adopted.current.get(name, ""))
             if chosen is None or chosen.standing is not Standing.SERVED:
                 chosen = self._catalogue.newest(name)
-                await self._compute.run(self._store.set_current, name, chosen.version if chosen else None)
+                if (name, adopted.current.get(name, "")) not in adopted.left:  # else it is current again once it can be read
+                    await self._compute.run(self._store.set_current, name, chosen.version if chosen else None)
             self._catalogue.make_current(name, chosen)
         took = round(time.monotonic() - begun, 3)
-        log.info("versions adopted", extra={"versions": len(adopted.versions), "corrupt": len(adopted.corrupt), "seconds": took})
+        counts = {"versions": len(adopted.versions), "corrupt": len(adopted.corrupt), "left": len(adopted.left)}
+        log.info("versions adopted", extra={**counts, "seconds": took})
 
     async def drain(self) -> None:
         """Refuse new work from now on and end watches and loads."""
@@ -156,7 +166,22 @@ class Pool:
     async def with_readers(self, residents: list[Resident]) -> list[Listed]:
         """These versions as callers see them."""
         counts = await self._compute.run(self._store.readers, [resident.stored for resident in residents])
-        return [Listed(r, self._catalogue.is_current(r), n) for r, n in zip(residents, counts, strict=True)]
+        return [Listed(r, self._catalogue.is_current(r), n + r.holds) for r, n in zip(residents, counts, strict=True)]
+
+    async def hold(self, model: str, version: str) -> AsyncGenerator[Resident, None]:
+        """Keep a version from being freed: the version at once, then nothing for as long as the caller stays.
+
+        Raises NotFound, ResourceExhausted beyond `holds_max`, DataLoss once it is corrupt, Unavailable when the pool stops.
+        """
+        self.refuse_if_draining()
+        with self._holding.turn():
+            resident = self.find(model, version)
+            with resident.held():
+                yield resident
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self.draining or resident.corrupt)
+                resident.check_intact()
+                self.refuse_if_draining()
 
     async def watch(self) -> AsyncGenerator[list[Listed], None]:
         """The list at once, and again after each change; changes in quick succession may be told as one.
@@ -184,6 +209,16 @@ class Pool:
         return self._catalogue.table_bytes
 
     @property
+    def set_aside_bytes(self) -> int:
+        """Bytes of corrupt versions that were set aside."""
+        return sum(version.bytes for version in self._store.list_set_aside())
+
+    @property
+    def in_memory(self) -> bool:
+        """True where segments lie in memory, not on a disk."""
+        return self._store.in_memory
+
+    @property
     def models_resident(self) -> int:
         """Versions on the list."""
         return len(self._catalogue.listed())
@@ -194,8 +229,8 @@ class Pool:
         return min((resident.page_bytes for resident in self._catalogue.all()), default=0)
 
     def open_readers(self) -> int:
-        """Processes that hold a version, counted once for each version."""
-        return sum(self._store.readers([resident.stored for resident in self._catalogue.all()]))
+        """Processes that hold a version, counted once for each version, and HoldModel calls."""
+        return sum(self._store.readers([resident.stored for resident in self._catalogue.all()])) + self._holding.inside
 
     # -- changing it ----------------------------------------------------------------------------------------------------
 
@@ -248,30 +283,39 @@ class Pool:
         return resident
 
     async def _remove(self, model: str, version: str) -> Removal:
-        found = self._catalogue.find(model, version) if version else None
-        going = [found] if found else [resident for resident in self._catalogue.listed() if resident.name == model]
-        if not going:
+        going = [r for r in self._catalogue.listed() if r.name == model and version in ("", r.version)]
+        await self._release_unused()  # a mapping of our own would keep the memory of what is deleted
+        aside = [a for a in await self._compute.run(self._store.list_set_aside) if a.name == model and version in ("", a.version)]
+        if not going and not aside:
             self._catalogue.find(model, version)  # raises NotFound, saying what there is
         for resident in going:
             await self._stand(resident, Standing.REMOVED)
         await self._choose_current(model)
         await self._reap()
         await self._announce()
-        return Removal(tuple(going), sum(self._catalogue.get(r.name, r.version) is r for r in going))
+        kept = [old for old in aside if not await self._compute.run(self._store.delete_set_aside, old)]
+        held = sum(self._catalogue.get(r.name, r.version) is r for r in going) + len(kept)
+        return Removal((*going, *aside), held)
 
     async def _reap(self) -> int:
-        gone = [resident for resident in self._catalogue.retired() if await self._delete(resident)]
-        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
-            self._unmapping.remove(resident)
-            await self._compute.run(self._store.release, resident.stored)
+        now = time.monotonic()
+        due = [r for r in self._catalogue.retired() if r.standing is Standing.REMOVED or r.keep_until <= now]
+        gone = [resident for resident in due if await self._delete(resident)]
+        await self._release_unused()
         for resident in gone:
             log.info("version deleted", extra={"model": resident.name, "version": resident.version})
         if any(resident.standing is Standing.REPLACED for resident in gone):
             await self._announce()
         return len(gone)
 
+    async def _release_unused(self) -> None:
+        """Unmap versions that are off the list for good, once their last call has ended."""
+        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
+            self._unmapping.remove(resident)
+            await self._compute.run(self._store.release, resident.stored)
+
     async def _delete(self, resident: Resident) -> bool:
-        if resident.calls:
+        if resident.calls or resident.holds:
             return False
         resident.closing = True  # no call begins while the thread unmaps
         try:

@@ -75,11 +75,28 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What the store held at start: good versions, those set aside as corrupt or torn, and the current one by model."""
+    """What the store held at start.
+
+    versions: good ones, mapped
+    corrupt:  set aside, as they are corrupt or torn
+    current:  the current version, by model
+    left:     (model, version) left as they are and not served: they could not be read now, or by this release
+    """
 
     versions: Sequence[StoredVersion]
     corrupt: Sequence[str]
     current: Mapping[str, str]
+    left: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """A corrupt version that was taken out of service and still takes room. `bytes` of its files."""
+
+    name: str
+    version: str
+    path: Path
+    bytes: int
 
 
 class TableWriter(Protocol):
@@ -112,8 +129,21 @@ class VersionStore(Protocol):
     def folder(self) -> Path:
         """Where they are."""
 
+    @property
+    def in_memory(self) -> bool:
+        """True where the file system is memory, not a disk."""
+
     def free_bytes(self) -> int:
         """Bytes that can still be written."""
+
+    def left_bytes(self) -> int:
+        """Bytes of versions that `adopt` left as they were."""
+
+    def list_set_aside(self) -> list[SetAside]:
+        """Corrupt versions that were set aside, the oldest first."""
+
+    def delete_set_aside(self, version: SetAside) -> bool:
+        """Delete one; False, and nothing done, while a reader holds its lock."""
 
     def adopt(self, *, checksums: bool) -> Adopted:
         """Sweep what a killed process left half done and open what is whole; `checksums`: compare every one."""
@@ -198,3 +228,6 @@ class Meters(Protocol):
 
     def corrupt(self, segments: int) -> None:
         """Segments were found corrupt or torn."""
+
+    def left(self, versions: int) -> None:
+        """Versions were left unserved at start: they could not be read."""
