@@ -1,7 +1,7 @@
 """Stand-ins for the three services and for the commands of other packages: real processes and ports, canned answers.
 
 Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
-(never ready), `stubborn` (ignore SIGTERM). `FAKE_ANSWER` is what the gateway says, `FAKE_TICKETS` what the worker counts.
+(never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says, `FAKE_TICKETS` what the worker counts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -40,15 +41,22 @@ def main(service: str) -> int:
         metrics = arguments.get("--metrics-listen", "").replace(":0", ":1")
         ready = {"ready": True, "service": service, "listen": listen, "metrics": metrics, "pid": os.getpid(), "version": "9.9"}
         print(json.dumps(ready), flush=True)
-    while not stopped.wait(3600):
-        continue
+    while not stopped.wait(0.5 if toggle == "dies once it was ready" else 3600):
+        if toggle == "dies once it was ready":
+            return 3
     sys.stderr.write(f"{service} drained\n")
     return 0
 
 
+class _Server(ThreadingHTTPServer):
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        super().__init__(address, handler)
+
+
 def _serve_gateway(arguments: dict[str, str]) -> str:
     host, _, port = arguments["--listen"].rpartition(":")
-    server = ThreadingHTTPServer((host, int(port)), Gateway)
+    server = _Server((host.strip("[]"), int(port)), Gateway)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"{host}:{server.server_port}"
 

@@ -114,6 +114,8 @@ def test_the_gateway_is_the_one_given_or_the_default(tmp_path: Path) -> None:
 def test_an_address_of_every_interface_is_reached_by_loopback() -> None:
     assert reachable_url("0.0.0.0:8000") == "http://127.0.0.1:8000"
     assert reachable_url("127.0.0.1:1") == "http://127.0.0.1:1"
+    assert reachable_url("[::]:1") == "http://127.0.0.1:1"
+    assert reachable_url("::1:8000") == reachable_url("[::1]:8000") == "http://[::1]:8000"
 
 
 def test_one_question_prints_the_answer_and_what_one_has_to_know(cli: Any, gateway: str, fakes: ModuleType) -> None:

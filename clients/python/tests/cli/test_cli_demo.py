@@ -67,6 +67,27 @@ def test_the_comparison_has_a_column_for_each_variant_and_fits_the_screen() -> N
     assert bench_goals(bench_document()) == ["met: mapped: stall share (0.001, goal 0.01)"]
 
 
+def test_a_quick_comparison_is_told_as_the_impression_that_it_is() -> None:
+    document = bench_document() | {"quick": True}
+    document["rows"] = [row | {"n": 3, "ratio_ci95": None} for row in document["rows"]]
+    document["goals"] += [{"text": "mapped: tokens/s against none", "value": 0.8, "limit": 0.95, "met": False}]
+    text = rendered(bench_table(document))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("of 3 rounds") == 12
+    assert "95 %" not in text
+    impression, *goals = bench_goals(document)
+    assert "impression" in impression
+    assert goals == ["met: mapped: stall share (0.001, goal 0.01)"]
+
+
+def test_a_comparison_of_enough_rounds_has_its_interval() -> None:
+    document = bench_document()
+    document["rows"] = [row | {"n": 8} for row in document["rows"]]
+    text = rendered(bench_table(document))
+    assert "rounds" not in text
+    assert "its 95 % interval" in text
+
+
 def test_the_demo_shows_answers_and_figures_and_leaves_nothing(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     cli.extra["TMPDIR"] = str(tmp_path / "temporary")

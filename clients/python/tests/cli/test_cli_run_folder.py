@@ -68,7 +68,20 @@ def test_the_home_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert home() == Path.home() / "somewhere"
     monkeypatch.delenv("TREADLE_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert home() == Path("/caches/treadle")
+    assert home() == Path.home() / ".cache" / "treadle"  # where fetched models are too
+
+
+def test_a_failure_is_kept_until_it_is_forgotten(folder: RunFolder) -> None:
+    assert folder.read_failure() is None
+    with folder.lock():
+        kept = folder.write_failure("engram-pool", "died\nno such port: 42")
+    assert folder.read_failure() == kept
+    assert (kept.service, kept.words, kept.log) == ("engram-pool", "died\nno such port: 42", str(folder.logs / "engram-pool.log"))
+    folder.failure_path.write_text("[]")
+    with pytest.raises(DataLoss, match=r"last-failure\.json"):
+        folder.read_failure()
+    folder.forget_failure()
+    assert folder.read_failure() is None
 
 
 # -- segments -------------------------------------------------------------------------------------------------------------

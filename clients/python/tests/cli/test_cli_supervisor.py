@@ -43,7 +43,9 @@ class Stage:
     def __init__(self, logs: Path) -> None:
         self.events: list[Event] = []
         self.on_event: Callable[[Event], None] = lambda event: None
-        self.supervisor = Supervisor(logs, self._hear, lambda: RestartPolicy(restarts_max=2, backoff_first_seconds=0.01))
+        self.supervisor = Supervisor(
+            logs, self._hear, lambda: RestartPolicy(2, backoff_first_seconds=0.01, backoff_max_seconds=0.05)
+        )
 
     def _hear(self, event: Event) -> None:
         self.events.append(event)
@@ -132,6 +134,29 @@ def test_a_child_that_dies_again_and_again_is_given_up(stage: Stage) -> None:
     os.kill(pid_of(stage.supervisor.services["pool"]), signal.SIGKILL)
     with pytest.raises(GaveUp, match="pool died more than 2 times in 120 s"):
         stage.supervisor.watch()
+
+
+def test_a_service_that_is_not_given_up_is_failing_until_it_is_ready_again(stage: Stage) -> None:
+    pool = stage.supervisor.start(replace(spec(SERVES), given_up=False))
+    worker = stage.supervisor.start(spec(SERVES, "worker"))
+    seen: list[str] = []
+
+    def on_event(event: Event) -> None:
+        seen.append(f"{event.kind} {pool.shown_stage}")
+        if event.kind == "ready" and len(stage.told("died")) < 5:
+            os.kill(pid_of(pool), signal.SIGKILL)
+        elif event.kind == "ready":
+            stage.supervisor.request_stop()
+
+    stage.on_event = on_event
+    os.kill(pid_of(pool), signal.SIGKILL)
+    stage.supervisor.watch()
+    assert seen.count("died backoff") == 2  # the limit of these tests
+    assert seen.count("died failing") == seen.count("starting failing") == 3
+    assert pool.shown_stage == "ready"
+    died = [event for event in stage.events if event.kind == "died"]
+    assert (died[-1].seconds, worker.restarts) == (0.05, 0)
+    assert "died more than 2 times in 120 s; it starts again" in died[-1].text
 
 
 def test_backoff_grows_up_to_its_limit_and_old_deaths_are_forgiven() -> None:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SERVICES = ("engram-pool", "inference-worker", "inference-gateway")
-FREE = ("--gateway-port", "0")
+FREE = ("--gateway-port", "0", "--port-base", "0")
 FOLDER = (*FREE, "--model", "./model")  # which saves the fetch
 
 
@@ -26,6 +27,14 @@ def stopped(cli: Any) -> list[str]:
     """Services in the order in which the supervisor's log says that they stopped."""
     lines = (cli.home / "run" / "logs" / "supervisor.log").read_text().splitlines()
     return [line.split()[2] for line in lines if line.endswith(" stopped")]
+
+
+def kill_again_and_again(cli: Any, wait_for: Callable[..., Any], service: str, times: int) -> None:
+    """Kill a service each time that it has a process."""
+    for _ in range(times):
+        mark = wait_for(lambda: (mark := cli.process(service)) and mark.alive() and mark, f"a process of {service}")
+        mark.send(signal.SIGKILL)
+        assert mark.wait_gone(10.0)
 
 
 def finish(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
@@ -86,6 +95,72 @@ def test_a_killed_service_is_back_on_its_address(cli: Any, wait_for: Callable[..
         lambda: (now := cli.state()["services"]) and now[0]["restarts"] == 1 and now[0]["stage"] == "ready" and now, "it is back"
     )
     assert [record["listen"] for record in after] == [record["listen"] for record in before]
+
+
+def test_a_detached_fabric_that_gives_up_leaves_word_until_the_next_one_is_up(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli.extra["FAKE_INFERENCE_GATEWAY"] = "dies once it was ready"
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    wait_for(lambda: cli.state() is None, "the end of the fabric")
+    failure = json.loads(cli("status", "--json", code=1).stdout)["last_failure"]
+    assert failure["service"] == "inference-gateway"
+    assert "inference-gateway died more than 5 times in 120 s, giving up" in failure["words"]
+    assert failure["log"] == str(cli.home / "run" / "logs" / "inference-gateway.log")
+    for said in (cli("status", code=1).stdout, cli("logs").stderr):
+        assert "the last fabric ended by itself at" in said
+        assert "giving up" in said
+    log = (cli.home / "run" / "logs" / "supervisor.log").read_text()
+    assert log.index("the fabric ends: inference-gateway died") < log.index("inference-worker drains")
+
+    del cli.extra["FAKE_INFERENCE_GATEWAY"]
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    cli("down")
+    assert "last_failure" not in json.loads(cli("status", "--json", code=1).stdout)
+    assert cli("logs").stderr == ""
+
+
+def test_a_pool_that_keeps_dying_is_failing_and_the_others_stay_up(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli("up", "--detach", *FOLDER)
+    others = marks_of(cli)[1:]
+    kill_again_and_again(cli, wait_for, "engram-pool", 6)
+    wait_for(lambda: cli.state()["services"][0]["stage"] == "failing", "the pool is failing")
+    run = cli("status", code=1)
+    assert "failing" in run.stdout
+    assert "dies again and again" in run.stdout
+    assert all(mark.alive() for mark in others)
+    assert cli("chat", "Is this a loom?").stdout == "Is this a loom? indeed\n"
+
+
+def test_a_refused_second_fabric_leaves_the_first_ones_errors_alone(cli: Any) -> None:
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    errors = cli.home / "run" / "logs" / "supervisor.stderr"
+    with errors.open("a") as file:
+        file.write("a warning\n")
+    assert "already up" in cli("up", "--detach", *FOLDER, code=1).stderr
+    assert errors.read_text() == "a warning\n"
+    cli("down")
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    assert errors.read_text() == ""  # a new one begins anew
+
+
+@pytest.mark.parametrize(
+    ("arguments", "served_as"),
+    [
+        (("--model", "./model"), None),
+        (("--model", "./model", "--served-model-name", "mine"), "mine"),
+        (("--model", "smollm2-135m"), "smollm2-135m"),
+    ],
+)
+def test_the_worker_names_a_folder_itself_unless_told(cli: Any, arguments: tuple[str, ...], served_as: str | None) -> None:
+    cli("up", "--detach", "--no-engram", *FREE, *arguments)
+    process = cli.process("inference-worker")
+    words = psutil.Process(process.pid).cmdline()
+    assert (words[words.index("--served-model-name") + 1] if "--served-model-name" in words else None) == served_as
+
+
+def test_a_gateway_on_ipv6_has_urls_with_brackets(cli: Any) -> None:
+    cli("up", "--detach", "--no-engram", "--host", "::1", *FOLDER)
+    assert cli.state()["gateway_url"].startswith("http://[::1]:")
+    assert cli("chat", "Is this a loom?").stdout == "Is this a loom? indeed\n"
 
 
 def test_services_are_started_with_what_the_options_say(cli: Any) -> None:
@@ -159,13 +234,23 @@ def test_a_taken_port_is_told_before_anything_starts(cli: Any) -> None:
     assert not (cli.home / "run" / "logs" / "engram-pool.log").exists()
 
 
+def test_a_taken_port_of_another_service_is_told_in_one_line(cli: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = cli("up", "--gateway-port", "0", "--port-base", str(port - 4), code=1).stderr
+    assert f"inference-worker cannot listen on 127.0.0.1:{port}: Address already in use" in error
+    assert "--port-base 0" in error
+    assert not (cli.home / "run" / "logs" / "engram-pool.log").exists()
+
+
 def test_ports_follow_the_base(cli: Any) -> None:
-    from treadle.cli.fabric import POOL, FabricOptions, FabricRun
+    from treadle.cli.fabric import POOL, WORKER, FabricOptions, FabricRun
     from treadle.cli.run_folder import RunFolder
 
-    run = FabricRun(RunFolder(cli.home), FabricOptions(port_base=7400), lambda event: None)
-    pool = run._internal(POOL, ())
+    run = FabricRun(RunFolder(cli.home), FabricOptions(), lambda event: None)
+    pool, worker = run._internal(POOL, ()), run._internal(WORKER, ())
     assert (pool.listen, pool.metrics) == ("127.0.0.1:7401", "127.0.0.1:7411")
+    assert (worker.listen, worker.metrics) == ("127.0.0.1:7404", "127.0.0.1:7414")
 
 
 def test_a_second_ctrl_c_kills_what_does_not_drain(cli: Any, wait_for: Callable[..., Any]) -> None:
@@ -194,6 +279,13 @@ def test_wrong_options_are_refused_with_a_reason(cli: Any, arguments: tuple[str,
 
 def test_logs_of_what_was_never_up_say_so(cli: Any) -> None:
     assert "no log of any service" in cli("logs", code=1).stderr
+
+
+def test_logs_as_json_are_a_document_for_each_line(cli: Any) -> None:
+    cli("up", "--detach", "--no-engram", *FOLDER)
+    documents = [json.loads(line) for line in cli("logs", "--json").stdout.splitlines()]
+    assert {document["service"] for document in documents} >= {"inference-worker", "inference-gateway", "supervisor"}
+    assert any("inference-worker is ready on" in document["line"] for document in documents)
 
 
 def test_following_logs_shows_what_is_written_from_now_on(cli: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import traceback
@@ -24,6 +25,8 @@ from treadle.cli.supervisor import StartFailed, StopRequested
 from treadle.cli.terminal import EXIT_INTERRUPTED
 from treadle.contract.errors import TreadleError
 
+ERRORS = "supervisor.stderr"
+
 
 class BackgroundFabric:
     """The launcher's side: a background supervisor that was just spawned."""
@@ -32,7 +35,10 @@ class BackgroundFabric:
         self._folder = folder
         argv = [sys.executable, "-m", "treadle.cli.background", options.to_json()]
         folder.logs.mkdir(parents=True, exist_ok=True)
-        with (folder.logs / "supervisor.stderr").open("wb") as errors:  # what the interpreter itself has to say, if it dies
+        self._errors = folder.logs / ERRORS
+        # What the interpreter itself has to say, if it dies. Appended to: it may be another's, who is up and will refuse us.
+        with self._errors.open("ab") as errors:
+            self._errors_before = errors.tell()
             self._process = subprocess.Popen(
                 tethered(argv) if tether else argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors,
                 env=os.environ | {"TREADLE_HOME": str(folder.home)}, start_new_session=True,
@@ -57,7 +63,9 @@ class BackgroundFabric:
                 self.stop()
                 raise
         code = self._process.wait()
-        words = (self._folder.logs / "supervisor.stderr").read_text(encoding="utf-8", errors="replace")[-2000:]
+        said_last = self._errors.read_bytes()
+        ours = said_last[self._errors_before :] or said_last  # emptied once it had the lock: then all of it is ours
+        words = ours.decode(errors="replace")[-2000:]
         raise StartFailed(f"the background supervisor ended with exit code {code} before it was up\n{words}".rstrip())
 
     def stop(self) -> int:
@@ -77,7 +85,7 @@ def main(argv: list[str]) -> int:
     """Run a fabric until SIGTERM; the exit code. argv: the options as JSON. The home comes from the environment."""
     run = FabricRun(RunFolder(home()), FabricOptions.from_json(argv[0]), _say_event)
     try:
-        run.run(lambda state: _say_up())
+        run.run(lambda state: _say_up(), _empty_errors)
     except StopRequested:
         _say({"failed": "stopped while it was starting"})
         return EXIT_INTERRUPTED
@@ -89,6 +97,13 @@ def main(argv: list[str]) -> int:
         _say({"failed": f"a bug in the supervisor:\n{traceback.format_exc()}"})
         return 1
     return 0
+
+
+def _empty_errors() -> None:
+    """Drop what a supervisor before us left in the file that standard error goes to; ours from now on, as the lock is."""
+    number = sys.stderr.fileno()
+    if stat.S_ISREG(os.fstat(number).st_mode):
+        os.ftruncate(number, 0)
 
 
 def _say_event(event: Event) -> None:

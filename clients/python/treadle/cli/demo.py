@@ -82,16 +82,18 @@ def demo(
 
 def _options(model: str, transport: EngramTransport, fusion: EngramFusion, home: Path, view: StepView) -> FabricOptions:
     """The demo's fabric: free ports, and a model folder found in (or fetched into) the usual cache, not the temporary home."""
-    folder = model
+    folder, served_as = model, ""
     if not (Path(model).expanduser() / "config.json").exists():
+        served_as = model
         supervisor = Supervisor(home / "run" / "logs", view)
         try:
             with supervisor.signals():
                 folder = fabric.fetched_folder(supervisor.run(fabric.fetch_model(model)))
         finally:
             supervisor.close()
-    served_as = Path(model).name
-    return FabricOptions(model=folder, served_as=served_as, engram_transport=transport, engram_fusion=fusion, gateway_port=0)
+    return FabricOptions(
+        model=folder, served_as=served_as, engram_transport=transport, engram_fusion=fusion, gateway_port=0, port_base=0
+    )  # fmt: skip
 
 
 @contextmanager

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from treadle.inference.v1.worker_pb2 import StatusResponse
 
+ROUNDS_MIN = 8  # an interval of fewer rounds would be no more than their range: their number is told instead
 NAMES = {"local": "Engram, local", "mapped": "Engram, mapped", "rpc": "Engram, rpc"}
 
 
@@ -77,7 +78,8 @@ def bench_table(document: dict[str, Any]) -> Table:
     rows = [row for row in document["rows"] if row["unit"] == document["rows"][0]["unit"]]
     varying = _varying(rows)
     variants = list(dict.fromkeys(row["name"] for row in rows))
-    title = f"{rows[0]['unit']} on {document.get('machine', {}).get('cpu', 'this machine')}: median, ratio, its 95 % interval"
+    spread = "rounds" if any(map(_few_rounds, rows)) else "its 95 % interval"
+    title = f"{rows[0]['unit']} on {document.get('machine', {}).get('cpu', 'this machine')}: median, ratio, {spread}"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for variant in variants:
@@ -92,10 +94,16 @@ def bench_table(document: dict[str, Any]) -> Table:
 
 
 def bench_goals(document: dict[str, Any]) -> list[str]:
-    """The goals that the bench holds its figures against, one line each."""
-    return [
+    """The goals that the bench holds its figures against, one line each.
+
+    A quick run is an impression: of its goals only the stall share, which counts every step, is held against anything.
+    """
+    quick = bool(document.get("quick"))
+    lines = ["a quick run is an impression: `treadle bench chat` measures speed against its goals"] if quick else []
+    return lines + [
         f"{'met' if goal['met'] else 'missed'}: {goal['text']} ({goal['value']:.4g}, goal {goal['limit']:g})"
         for goal in document.get("goals", [])
+        if not quick or "stall share" in goal["text"]
     ]
 
 
@@ -110,13 +118,22 @@ def _param(row: dict[str, Any], name: str) -> str:
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    """Three lines: median, ratio to the baseline of the same run, interval."""
+    """Median, ratio to the baseline of the same run, interval; below ROUNDS_MIN the number of rounds instead."""
     if row is None:
         return ""
     if row.get("ratio") is None:
         return f"{row['median']:,.4g}\nbaseline"
     interval = row.get("ratio_ci95")
-    return f"{row['median']:,.4g}\n{row['ratio']:.3f}x" + (f"\n{interval[0]:.3f}-{interval[1]:.3f}" if interval else "")
+    lines = [f"{row['median']:,.4g}", f"{row['ratio']:.3f}x"]
+    if _few_rounds(row):
+        lines.append(f"of {row['n']} rounds")
+    elif interval:
+        lines.append(f"{interval[0]:.3f}-{interval[1]:.3f}")
+    return "\n".join(lines)
+
+
+def _few_rounds(row: dict[str, Any]) -> bool:
+    return row.get("ratio") is not None and row.get("n", ROUNDS_MIN) < ROUNDS_MIN
 
 
 def _time(seconds: float) -> str:

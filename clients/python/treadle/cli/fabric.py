@@ -12,19 +12,20 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from treadle.cli.events import Event, describe
-from treadle.cli.gateway import get, reachable_url
+from treadle.cli.gateway import get, join_address, reachable_url
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
 from treadle.cli.service_log import ServiceLog
-from treadle.cli.supervisor import READY_SECONDS, JobSpec, Service, ServiceSpec, StartFailed, Supervisor
-from treadle.contract.errors import InvalidArgument, NotFound, Unavailable
+from treadle.cli.supervisor import READY_SECONDS, GaveUp, JobSpec, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
+from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 SUPERVISOR = "supervisor"  # name of its log
 POOL, WORKER, GATEWAY = "engram-pool", "inference-worker", "inference-gateway"
@@ -33,8 +34,9 @@ DRAIN_ORDER = (GATEWAY, WORKER, POOL)  # nobody loses what it still calls
 DEFAULT_MODEL = "smollm2-135m"
 DEMO_TABLE = "smollm2-demo"
 GATEWAY_PORT = 8000
+PORT_BASE = 7400
 SERVICE_DRAIN_SECONDS = 10.0  # what a service gives its calls; the supervisor waits longer (DRAIN_SECONDS)
-PORT_OFFSETS = {POOL: (1, 11), WORKER: (4, 14)}  # --port-base 7400 gives the ports that each service has by itself
+PORT_OFFSETS = {POOL: (1, 11), WORKER: (4, 14)}  # on PORT_BASE: the ports that each service has by itself
 FETCH_SECONDS_MAX = 1800.0  # 93 MB over a slow line, then a conversion of about a minute on a busy machine
 LOAD_SECONDS_MAX = 600.0
 
@@ -60,7 +62,7 @@ class FabricOptions:
     """What to bring up. `port_base` 0: free ports.
 
     model:     a folder, or a name that `treadle model fetch` knows
-    served_as: name under which clients ask for it; "": the name, or the folder's name
+    served_as: name under which clients ask for it; "": the name that was given, or for a folder what the worker makes of it
     """
 
     model: str = DEFAULT_MODEL
@@ -70,7 +72,7 @@ class FabricOptions:
     engram_fusion: EngramFusion = EngramFusion.SHADOW
     host: str = "127.0.0.1"
     gateway_port: int = GATEWAY_PORT
-    port_base: int = 0
+    port_base: int = PORT_BASE
     api_key_file: str = ""
     ready_seconds: float = READY_SECONDS
 
@@ -81,11 +83,6 @@ class FabricOptions:
             raise InvalidArgument(f"--host {self.host} lets other machines in: give --api-key-file too")
         if self.ready_seconds <= 0:
             raise InvalidArgument("--timeout is a positive number of seconds")
-
-    @property
-    def served_model_name(self) -> str:
-        """Name under which clients ask for the model."""
-        return self.served_as or Path(self.model).name
 
     def to_json(self) -> str:
         """As one line for another process."""
@@ -113,16 +110,16 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Unavailable if another process listens there."""
+def check_port_free(service: str, host: str, port: int, advice: str) -> None:
+    """Unavailable, with the advice, if another process listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closing connection is no obstacle
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            advice = "; choose another with --gateway-port (0: a free one)"
-            raise Unavailable(f"the gateway cannot listen on {host}:{port}: {error.strerror}{advice}") from None
+            words = f"{service} cannot listen on {join_address(host, port)}: {error.strerror}"
+            raise Unavailable(f"{words}; {advice}") from None
 
 
 class FabricRun:
@@ -134,37 +131,60 @@ class FabricRun:
         self._segments = segment_dir(folder.home)
         self._supervisor = Supervisor(folder.logs, self._heard)  # it opens nothing before the lock is ours
         self._log = ServiceLog(folder.logs, SUPERVISOR)
-        self._gateway_url = f"http://{options.host}:{options.gateway_port}" if options.gateway_port else ""
+        self._gateway_url = reachable_url(join_address(options.host, options.gateway_port)) if options.gateway_port else ""
         self._me = ProcessMark.of(os.getpid())
-        self._stage, self._step, self._model_dir = "starting", "", ""
+        self._stage, self._step, self._model_dir, self._served_as = "starting", "", "", options.served_as
 
-    def run(self, on_ready: Callable[[FabricState], None]) -> None:
-        """Sweep, bring up, call `on_ready`, watch until a stop is requested, drain.
+    def run(self, on_ready: Callable[[FabricState], None], on_locked: Callable[[], None] = lambda: None) -> None:
+        """Sweep, bring up, call `on_ready`, watch until a stop is requested, drain. `on_locked`: this home is ours from here on.
 
         Raises Unavailable (already up, port taken), StartFailed, GaveUp; StopRequested if stopped while it came up. The
-        drain is done in every case.
+        drain is done in every case; before it, what went wrong is in the supervisor's log and in the run folder.
         """
         try:
             check_installed(self.options.engram)
             with self.folder.lock(), claimed(self._segments) as freed, self._supervisor.signals():
                 try:
+                    on_locked()
                     self._prepare(freed)
                     self._bring_up()
                     self._stage = "ready"
+                    self.folder.forget_failure()
                     on_ready(self._record())
                     self._supervisor.watch()
+                except StopRequested:
+                    raise
+                except Exception as error:  # whatever it is, nobody may be there to hear it
+                    self._write_failure(error)
+                    raise
                 finally:
                     self._take_down()
         finally:
             self._log.close()
 
+    def _write_failure(self, error: Exception) -> None:
+        words = str(error) if isinstance(error, TreadleError) else "".join(traceback.format_exception(error))
+        service = error.service if isinstance(error, (StartFailed, GaveUp)) and error.service else SUPERVISOR
+        self._write_log(f"the fabric ends: {words}")
+        self.folder.write_failure(service, words)
+
     def _prepare(self, freed: int) -> None:
         self._record()
-        if self.options.gateway_port:
-            check_port_free(self.options.host, self.options.gateway_port)
+        self._check_ports()
         freed += sweep_abandoned(self.folder.home)
         if freed:
             self._heard(Event("done", "sweep", f"freed {freed / 2**20:.0f} MiB that a crashed run had left in shared memory"))
+
+    def _check_ports(self) -> None:
+        options = self.options
+        if options.gateway_port:
+            advice = "choose another with --gateway-port (0: a free one)"
+            check_port_free(GATEWAY, options.host, options.gateway_port, advice)
+        for service, offsets in PORT_OFFSETS.items():
+            if options.port_base and (options.engram or service != POOL):
+                for offset in offsets:
+                    advice = "choose free ports with --port-base 0, or another base"
+                    check_port_free(service, "127.0.0.1", options.port_base + offset, advice)
 
     def _bring_up(self) -> None:
         options, supervisor = self.options, self._supervisor
@@ -200,15 +220,17 @@ class FabricRun:
             return str(model.absolute())
         if os.sep in self.options.model:
             raise NotFound(f"{model} is not a model folder: it has no config.json")
+        self._served_as = self._served_as or self.options.model
         return fetched_folder(self._supervisor.run(fetch_model(self.options.model)))
 
     def _pool_spec(self) -> ServiceSpec:
         argv = (*service_module(POOL), "--segment-dir", str(self._segments))
-        return self._internal(POOL, argv)
+        return replace(self._internal(POOL, argv), given_up=False)  # worker and gateway answer without it
 
     def _worker_spec(self, pool: str) -> ServiceSpec:
         options = self.options
-        argv = (*service_module(WORKER), "--model", self._model_dir, "--served-model-name", options.served_model_name)
+        argv = (*service_module(WORKER), "--model", self._model_dir)
+        argv += ("--served-model-name", self._served_as) if self._served_as else ()
         if pool:
             argv += ("--engram-model", DEMO_TABLE, "--engram-pool", pool)
             argv += ("--engram-transport", options.engram_transport, "--engram-fusion", options.engram_fusion)
@@ -221,7 +243,7 @@ class FabricRun:
         argv = (*service_module(GATEWAY), "--worker", worker)
         if options.api_key_file:
             argv += ("--api-key-file", options.api_key_file)
-        listen = f"{options.host}:{options.gateway_port}"
+        listen = join_address(options.host, options.gateway_port)
         return ServiceSpec(GATEWAY, argv, listen, ready_seconds=options.ready_seconds, environment=child_environment())
 
     def _internal(self, service: str, argv: tuple[str, ...]) -> ServiceSpec:
@@ -236,11 +258,14 @@ class FabricRun:
             self._step = f"{event.name}: {event.text}" if event.text else event.name
         if event.kind != "progress":
             self._record()
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {describe(event)}\n".encode())
+            self._write_log(describe(event))
         try:
             self._listener(event)
         except OSError:  # the terminal is gone; the drain goes on
             self._listener = lambda event: None
+
+    def _write_log(self, words: str) -> None:
+        self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {words.rstrip()}\n".encode())
 
     def _record(self) -> FabricState:
         services = tuple(map(_record_of, self._supervisor.services.values()))
@@ -302,6 +327,6 @@ def child_environment() -> dict[str, str]:
 def _record_of(service: Service) -> ServiceRecord:
     alive = service.child is not None and service.child.returncode is None
     return ServiceRecord(
-        service.spec.service, service.stage, service.listen, service.metrics, service.version, service.restarts,
+        service.spec.service, service.shown_stage, service.listen, service.metrics, service.version, service.restarts,
         service.child.mark if alive and service.child is not None else None,
     )  # fmt: skip

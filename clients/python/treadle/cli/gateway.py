@@ -17,9 +17,13 @@ _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
 
 def reachable_url(listen: str) -> str:
     """Where a client on this host reaches a gateway that listens on `host:port`."""
-    address = listen.removeprefix("http://")
-    host, _, port = address.rpartition(":")
-    return f"http://{'127.0.0.1' if host in _EVERY_INTERFACE else host}:{port}"
+    host, _, port = listen.removeprefix("http://").rpartition(":")
+    return f"http://{join_address('127.0.0.1' if host in _EVERY_INTERFACE else host, port)}"
+
+
+def join_address(host: str, port: int | str) -> str:
+    """`host:port`, with brackets around a host that has colons itself."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def find_gateway(folder: RunFolder, url: str = "", key_file: str = "") -> tuple[str, str | None]:

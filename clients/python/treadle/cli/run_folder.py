@@ -1,6 +1,7 @@
 """The run folder of a fabric: who runs where, the lock that makes it one, the logs.
 
-Owns `$TREADLE_HOME/run` (default `~/.cache/treadle/run`): `up.lock`, `state.json`, `logs/`. Does not start or stop anything.
+Owns `$TREADLE_HOME/run` (default `~/.cache/treadle/run`): `up.lock`, `state.json`, `last-failure.json`, `logs/`. Does not start
+or stop anything.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,12 +20,14 @@ from treadle.cli.process_mark import ProcessMark
 from treadle.contract.errors import DataLoss, Unavailable
 
 SCHEMA = "treadle.run/1"
+FAILURE_SCHEMA = "treadle.failure/1"
 STATE_BYTES_MAX = 1 << 20
+FAILURE_WORDS_MAX = 16_384  # characters; a child's last lines fit
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceRecord:
-    """One service as its supervisor last saw it. `stage`: starting, ready, backoff, dead or stopped."""
+    """One service as its supervisor last saw it. `stage`: starting, ready, backoff, failing, dead or stopped."""
 
     service: str
     stage: str
@@ -52,11 +56,20 @@ class FabricState:
         return next((record for record in self.services if record.service == name), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the last fabric ended by itself. `time`: ISO 8601 with zone; `service`: whose fault; `log`: the file to read."""
+
+    time: str
+    service: str
+    words: str
+    log: str
+
+
 def home() -> Path:
-    """$TREADLE_HOME, default `~/.cache/treadle` (or under $XDG_CACHE_HOME)."""
-    if set_home := os.environ.get("TREADLE_HOME"):
-        return Path(set_home).expanduser().absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "treadle"
+    """$TREADLE_HOME, else `~/.cache/treadle`: the same home that fetched models are kept in."""
+    set_home = os.environ.get("TREADLE_HOME")
+    return Path(set_home).expanduser().absolute() if set_home else Path.home() / ".cache" / "treadle"
 
 
 class RunFolder:
@@ -67,6 +80,7 @@ class RunFolder:
         self.path = home / "run"
         self.logs = self.path / "logs"
         self.state_path = self.path / "state.json"
+        self.failure_path = self.path / "last-failure.json"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -81,10 +95,7 @@ class RunFolder:
 
     def write(self, state: FabricState) -> None:
         """Replace the state; a reader sees the old one or the new one."""
-        partial = self.state_path.with_suffix(".partial")
-        document = {"schema": SCHEMA} | asdict(state)
-        partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        partial.replace(self.state_path)
+        _replace(self.state_path, {"schema": SCHEMA} | asdict(state))
 
     def read(self) -> FabricState | None:
         """The state of a live fabric, or None; what a crash left behind does not count. DataLoss if it cannot be read."""
@@ -106,6 +117,30 @@ class RunFolder:
         """Remove the state."""
         self.state_path.unlink(missing_ok=True)
 
+    def write_failure(self, service: str, words: str) -> Failure:
+        """Keep why this fabric ends, for `treadle status` and `treadle logs`; what was kept before goes. Only under the lock."""
+        log = self.logs / f"{service}.log"
+        failure = Failure(time.strftime("%Y-%m-%dT%H:%M:%S%z"), service, words[:FAILURE_WORDS_MAX], str(log))
+        _replace(self.failure_path, {"schema": FAILURE_SCHEMA} | asdict(failure))
+        return failure
+
+    def read_failure(self) -> Failure | None:
+        """Why the last fabric ended, or None if it was asked to. DataLoss if it cannot be read."""
+        try:
+            with self.failure_path.open(encoding="utf-8") as file:
+                document = json.loads(file.read(STATE_BYTES_MAX))
+            if document.pop("schema") != FAILURE_SCHEMA:
+                raise ValueError("another schema")
+            return Failure(**document)
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataLoss(f"{self.failure_path} is not a record of {FAILURE_SCHEMA} ({error}); remove it") from error
+
+    def forget_failure(self) -> None:
+        """Remove what was kept about the last failure."""
+        self.failure_path.unlink(missing_ok=True)
+
     def _take(self, fd: int) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -117,6 +152,12 @@ class RunFolder:
         if state is None:
             return f"another `treadle up` is starting in {self.path}"
         return f"treadle is already up: pid {state.supervisor.pid}, {state.gateway_url}; `treadle down` stops it"
+
+
+def _replace(path: Path, document: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(document, indent=1), encoding="utf-8")
+    partial.replace(path)
 
 
 def _state_from(document: dict[str, Any]) -> FabricState:

@@ -15,13 +15,15 @@ import typer
 
 from treadle.cli.fabric import GATEWAY, POOL, WORKER
 from treadle.cli.gateway import first_key, get
-from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
+from treadle.cli.logs import failure_lines
+from treadle.cli.run_folder import FabricState, Failure, RunFolder, ServiceRecord, home
 from treadle.cli.terminal import print_json, stdout
 from treadle.contract.errors import TreadleError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+_NOTES_OF_STAGE = {"ready": "no such process", "failing": "dies again and again; it goes on being started, its log says more"}
 ASK_SECONDS = 2.0  # for one service; a busy machine answers in milliseconds
 
 
@@ -42,13 +44,15 @@ class ServiceStatus:
 
 def status(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     """Show what is up. The exit code is 0 only if everything is ready."""
-    state = RunFolder(home()).read()
+    folder = RunFolder(home())
+    state = folder.read()
+    failure = folder.read_failure() if state is None else None
     services = [service_status(record, state) for record in state.services] if state else []
     ready = state is not None and state.stage == "ready" and all(service.ready for service in services)
     if as_json:
-        print_json(_document(state, services, ready))
+        print_json(_document(state, services, ready) | ({"last_failure": asdict(failure)} if failure else {}))
     else:
-        _print(state, services)
+        _print(state, services, failure)
     if not ready:
         raise typer.Exit(1)
 
@@ -57,7 +61,7 @@ def service_status(record: ServiceRecord, state: FabricState) -> ServiceStatus:
     """Ask one service how it is; whatever it answers, or that it does not, ends up in the status."""
     alive = record.process is not None and record.process.alive()
     uptime = time.time() - record.process.created_at_seconds if alive and record.process else None
-    ready, figures, note = False, {}, "no such process" if record.stage == "ready" else ""
+    ready, figures, note = False, {}, _NOTES_OF_STAGE.get(record.stage, "")
     if alive and record.stage == "ready":
         try:
             figures = _ASK[record.service](record, state)
@@ -132,10 +136,12 @@ def _document(state: FabricState | None, services: list[ServiceStatus], ready: b
     return document | {"services": [asdict(service) for service in services]}
 
 
-def _print(state: FabricState | None, services: list[ServiceStatus]) -> None:
+def _print(state: FabricState | None, services: list[ServiceStatus], failure: Failure | None) -> None:
     console = stdout()
     if state is None:
         console.print("nothing is up; `treadle up` starts a fabric")
+        if failure is not None:
+            console.print("\n".join(failure_lines(failure)), soft_wrap=True, markup=False)
         return
     step = f", {state.step}" if state.step else ""
     console.print(

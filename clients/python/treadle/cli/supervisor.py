@@ -28,15 +28,23 @@ DRAIN_SECONDS = 15.0  # a service's own drain limit is 10 s; then it is killed
 POLL_SECONDS = 0.1
 JOB_OUTPUT_BYTES_MAX = 1 << 20  # a job answers with one JSON document
 
-ServiceStage = Literal["starting", "ready", "backoff", "dead", "stopped"]
+ServiceStage = Literal["starting", "ready", "backoff", "failing", "dead", "stopped"]
 
 
 class StartFailed(TreadleError):
     """A child did not become ready, or a job failed; the message carries its last lines."""
 
+    def __init__(self, message: str, service: str = "") -> None:
+        super().__init__(message)
+        self.service = service  # whose fault it was, where that is known
+
 
 class GaveUp(TreadleError):
     """A child died too often."""
+
+    def __init__(self, message: str, service: str) -> None:
+        super().__init__(message)
+        self.service = service
 
 
 class StopRequested(Exception):
@@ -47,7 +55,8 @@ class StopRequested(Exception):
 class ServiceSpec:
     """A long-running child. `argv` without addresses; `listen` and `metrics` may have port 0 until the first ready line.
 
-    An address that is "" is not passed on.
+    An address that is "" is not passed on. `given_up` False: one that dies too often is not given up but started again and
+    again, at the longest backoff.
     """
 
     service: str
@@ -59,6 +68,7 @@ class ServiceSpec:
     ready_seconds: float = READY_SECONDS
     drain_seconds: float = DRAIN_SECONDS
     environment: Mapping[str, str] | None = None
+    given_up: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class JobSpec:
 
 @dataclass(slots=True)
 class Service:
-    """A service as it is now. `due`: monotonic seconds at which its stage runs out."""
+    """A service as it is now. `due`: monotonic seconds at which its stage runs out. `failing`: over its restart limit."""
 
     spec: ServiceSpec
     listen: str
@@ -83,8 +93,14 @@ class Service:
     stage: ServiceStage = "starting"
     child: Child | None = None
     restarts: int = 0
+    failing: bool = False
     due: float | None = None
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    @property
+    def shown_stage(self) -> ServiceStage:
+        """The stage for people: one that keeps dying is failing until it is ready, also while it is started once more."""
+        return "failing" if self.failing and self.stage in ("starting", "backoff") else self.stage
 
 
 class Supervisor:
@@ -149,16 +165,16 @@ class Supervisor:
                 self._turn(ends)
                 self._check_bring_up()
                 if time.monotonic() > ends:
-                    raise StartFailed(f"{job.name} took longer than {job.seconds_max:.0f} s")
+                    raise StartFailed(f"{job.name} took longer than {job.seconds_max:.0f} s", job.name)
                 if sum(map(len, output)) > JOB_OUTPUT_BYTES_MAX:
-                    raise StartFailed(f"{job.name} printed more than {JOB_OUTPUT_BYTES_MAX} bytes")
+                    raise StartFailed(f"{job.name} printed more than {JOB_OUTPUT_BYTES_MAX} bytes", job.name)
         finally:
             if child.returncode is None:
                 child.kill()
                 while child.returncode is None:
                     self._turn()
         if child.returncode:
-            raise StartFailed(self._obituary(job.name, child, "failed"))
+            raise StartFailed(self._obituary(job.name, child, "failed"), job.name)
         self._tell("done", job.name, seconds=time.monotonic() - child.started_seconds)
         return b"\n".join(output)
 
@@ -170,10 +186,11 @@ class Supervisor:
             self._turn(time.monotonic() + POLL_SECONDS)
             self._check_bring_up()
             if time.monotonic() > ends:
-                raise StartFailed(f"{name} waited {seconds_max:.0f} s for {what}; all of its log: {self._log(name).path}")
+                words = f"{name} waited {seconds_max:.0f} s for {what}; all of its log: {self._log(name).path}"
+                raise StartFailed(words, name)
 
     def watch(self) -> None:
-        """Restart what dies until a stop is requested. Raises GaveUp."""
+        """Restart what dies until a stop is requested. Raises GaveUp for a service that may be given up."""
         self._restarting = True
         try:
             for service in self.services.values():
@@ -242,7 +259,7 @@ class Supervisor:
             service.listen = ready.get("listen") or service.listen
             service.metrics = (ready.get("metrics") or service.metrics) if service.metrics else ""
             service.version = ready.get("version", "")
-            service.stage, service.due, service.was_ready = "ready", None, True
+            service.stage, service.due, service.was_ready, service.failing = "ready", None, True, False
             self._tell("ready", service.spec.service, service.listen, time.monotonic() - service.child.started_seconds)
 
     def _died(self, service: Service, child: Child) -> None:
@@ -254,13 +271,16 @@ class Supervisor:
     def _restart_later(self, service: Service) -> None:
         assert service.child is not None
         now, name = time.monotonic(), service.spec.service
-        delay = service.policy.delay_after_death(now)
+        policy, words = service.policy, describe_exit(service.child.returncode or 0)
+        delay = policy.delay_after_death(now)
+        service.failing = delay is None
         if delay is None:
-            policy = service.policy
-            limit = f"died more than {policy.restarts_max} times in {policy.window_seconds:.0f} s, giving up"
-            raise GaveUp(self._obituary(name, service.child, limit))
+            limit = f"died more than {policy.restarts_max} times in {policy.window_seconds:.0f} s"
+            if service.spec.given_up:
+                raise GaveUp(self._obituary(name, service.child, f"{limit}, giving up"), name)
+            delay, words = policy.backoff_max_seconds, f"{words}, {limit}"
         service.stage, service.due, service.restarts = "backoff", now + delay, service.restarts + 1
-        self._tell("died", name, f"{describe_exit(service.child.returncode or 0)}; it starts again in {delay:.2g} s", delay)
+        self._tell("died", name, f"{words}; it starts again in {delay:.2g} s", delay)
 
     def _out_of_time(self, service: Service) -> None:
         service.due = None
@@ -275,7 +295,8 @@ class Supervisor:
             raise StopRequested
         for name, service in self.services.items():
             if service.stage == "dead" and service.child is not None:
-                raise StartFailed(self._obituary(name, service.child, "stopped" if service.was_ready else "did not become ready"))
+                what = "stopped" if service.was_ready else "did not become ready"
+                raise StartFailed(self._obituary(name, service.child, what), name)
 
     def _obituary(self, name: str, child: Child, what: str) -> str:
         ended = describe_exit(child.returncode) if child.returncode is not None else "still running"

@@ -36,9 +36,12 @@ def up(
     engram_fusion: Annotated[
         EngramFusion, typer.Option(help="shadow: compute all, add nothing. on: add the rows' part.")
     ] = EngramFusion.SHADOW,
+    served_model_name: Annotated[
+        str, typer.Option(help="Name under which clients ask for the model; default: the model's own.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address of the gateway. Beyond loopback it needs --api-key-file.")] = "127.0.0.1",
     gateway_port: Annotated[int, typer.Option(help="Port of the gateway; 0: a free one.")] = fabric.GATEWAY_PORT,
-    port_base: Annotated[int, typer.Option(help="Base of the other ports (7400: the documented ones); 0: free ones.")] = 0,
+    port_base: Annotated[int, typer.Option(help="Base of the other services' ports; 0: free ones.")] = fabric.PORT_BASE,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with keys that the gateway accepts, one a line.", exists=True)
     ] = None,
@@ -47,7 +50,7 @@ def up(
 ) -> None:
     """Bring up pool, worker and gateway on this machine, and keep them up."""
     options = FabricOptions(
-        model=model, engram=engram, engram_transport=engram_transport, engram_fusion=engram_fusion, host=host,
+        model=model, served_as=served_model_name, engram=engram, engram_transport=engram_transport, engram_fusion=engram_fusion, host=host,
         gateway_port=gateway_port, port_base=port_base, ready_seconds=timeout,
         api_key_file=str(api_key_file.absolute()) if api_key_file else "",
     )  # fmt: skip
