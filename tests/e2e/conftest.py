@@ -61,7 +61,7 @@ def model_dir() -> Path:
 def fabric(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFabric]:
     home = tmp_path_factory.mktemp("home")
     up = run_treadle(
-        home, "up", "--detach", "--json", "--gateway-port", "0", "--port-base", "0", "--engram-transport", "mapped",
+        home, "up", "--detach", "--json", "--gateway-port", "0", "--port-base", "0", "--engram-fusion", "on", "--engram-transport", "mapped",
         "--model", str(model_dir),
     )  # fmt: skip
     assert up.returncode == 0, up.stderr
