@@ -35,6 +35,9 @@ class Servicer(pb_grpc.EngramPoolServiceServicer):
         raise ZeroDivisionError("a secret detail")
     async def RemoveModel(self, request, context):
         raise errors.ResourceExhausted("full", 2.5)
+    async def VerifyModel(self, request, context):
+        raise errors.NotFound("x" * 100_000)
+        yield
     async def Gather(self, request, context):
         yield pb.GatherResponse(data=b"x")
         raise errors.DataLoss("torn")
@@ -113,6 +116,18 @@ def test_domain_errors_become_their_codes_with_details(service: Running) -> None
     assert details(error)["treadle-retry-after-seconds"] == "2.5"
     error = failure(lambda: list(service.stub.Gather(pb.GatherRequest(), timeout=5)))
     assert error.code() is grpc.StatusCode.DATA_LOSS
+
+
+def test_a_long_error_still_arrives_as_what_it_is(service: Running) -> None:
+    error = failure(lambda: list(service.stub.VerifyModel(pb.VerifyModelRequest(), timeout=5)))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert len(error.details() or "") < 5000
+
+
+def test_health_can_be_watched(service: Running) -> None:
+    watch = health_pb2_grpc.HealthStub(service.channel).Watch(health_pb2.HealthCheckRequest(), timeout=5)
+    assert next(iter(watch)).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
 
 
 def test_a_bug_is_answered_internal_without_details_and_logged_with_its_traceback(service: Running) -> None:

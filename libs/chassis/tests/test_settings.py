@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.chassis.settings import ServerSettings, WrongSetting, load_settings, split_address
+from treadle.chassis.server import read_key_file
+from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, load_settings, split_address
 
 
 class Colour(StrEnum):
@@ -51,6 +52,7 @@ def test_flags_win_over_the_environment_which_wins_over_the_file(tmp_path: Path,
         (["--listen", "nowhere"], "host:port"),
         (["--listen", "127.0.0.1:99999"], "host:port"),
         (["--listen", "0.0.0.0:1"], "beyond loopback"),
+        (["--metrics-listen", "0.0.0.0:1"], "metrics_public"),
         (["--tls-cert-file", "x"], "go together"),
         (["--log-level", "loud"], "log_level"),
         (["--config", "/nonexistent.yaml"], "No such file"),
@@ -87,3 +89,21 @@ def test_a_listener_beyond_loopback_needs_a_key_or_tls(tmp_path: Path) -> None:
     with pytest.raises(WrongSetting):
         Settings(listen="10.0.0.1:1")
     assert split_address("[::1]:80") == ("[::1]", 80)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"])
+def test_numbers_of_this_machine_are_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "[::]", "10.0.0.1", ""])
+def test_names_and_numbers_of_others_are_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_a_key_file_keeps_its_order_and_its_comments_are_no_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# a\n\n   # indented\n  first \nsecond\n")
+    assert read_key_file(tmp_path / "keys", "api_key_file") == ["first", "second"]
+    (tmp_path / "keys").write_text("  # nothing\n")
+    with pytest.raises(WrongSetting, match=r"worker_key_file: .* holds no key"):
+        read_key_file(tmp_path / "keys", "worker_key_file")

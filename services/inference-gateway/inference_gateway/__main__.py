@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -25,12 +26,13 @@ from inference_gateway.domain.api_keys import ApiKeys
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.lifetime import Admission
 from inference_gateway.domain.served_model import WorkerWatch
+from inference_gateway.head_timeout import HeadTimedProtocol
 from inference_gateway.request_parsing import Limits
 from inference_gateway.server import Parts, build_app
 from inference_gateway.settings import Settings
 from treadle.chassis import log as chassis_log
 from treadle.chassis.ready import print_ready
-from treadle.chassis.server import read_keys
+from treadle.chassis.server import read_key_file, read_keys
 from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.client import Endpoint
 
@@ -104,7 +106,8 @@ class _Server(uvicorn.Server):
     def __init__(self, settings: Settings, parts: Parts, listener: socket.socket) -> None:
         super().__init__(_uvicorn_config(settings, parts))
         self._drain_seconds, self._parts, self._listener = settings.drain_seconds, parts, listener
-        self._host = split_address(settings.listen)[0]
+        host = split_address(settings.listen)[0].strip("[]")
+        self._host = f"[{host}]" if ":" in host else host  # so that host:port can stand in a URL
         self._stop = asyncio.Event()
 
     async def serve_until_stopped(self) -> None:
@@ -152,7 +155,7 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(settings: Settings, parts: Parts) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(parts),
-        http="h11",
+        http=HeadTimedProtocol,
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -161,7 +164,7 @@ def _uvicorn_config(settings: Settings, parts: Parts) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         limit_concurrency=settings.connections_max,
-        timeout_keep_alive=round(settings.idle_seconds),
+        timeout_keep_alive=math.ceil(settings.idle_seconds),
         timeout_graceful_shutdown=CLOSE_SECONDS,
         ssl_certfile=settings.tls_cert_file,
         ssl_keyfile=settings.tls_key_file,
@@ -179,15 +182,7 @@ def _listen(address: str) -> socket.socket:
 
 
 def _worker_key(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        key = path.read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongSetting(f"worker_key_file: cannot read {path}: {error}") from error
-    if not key:
-        raise WrongSetting(f"worker_key_file: {path} holds no key")
-    return key
+    return None if path is None else read_key_file(path, "worker_key_file")[0]
 
 
 def _registry() -> CollectorRegistry:

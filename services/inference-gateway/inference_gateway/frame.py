@@ -15,7 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_gateway.domain.api_keys import ApiKeys
+from inference_gateway.domain.errors import PageRefused
 from inference_gateway.domain.ports import Figures
+from inference_gateway.local_callers import check_local
 from inference_gateway.replies import error_reply, kind_of
 from treadle.contract.errors import AccessDenied
 
@@ -60,10 +62,12 @@ class Frame:
         framed = _FramedSend(send, record)
         self._figures.request_began(record.route)
         try:
+            if not self._keys.any:
+                check_local(headers)
             if scope["path"].startswith(GUARDED):
                 record.tenant = self._keys.tenant_of(headers.get("authorization"))
             await self._inner(scope, receive, framed)
-        except AccessDenied as error:
+        except (AccessDenied, PageRefused) as error:
             await error_reply(error)(scope, receive, framed)
         except Exception as error:
             record.outcome = "failed"

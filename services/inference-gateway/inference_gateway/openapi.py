@@ -23,6 +23,7 @@ _SCHEMAS = (
 _GENERATION_ERRORS = {
     "400": "The body is not JSON, a field is wrong or not supported (`param` names it), or the prompt is too long.",
     "401": "No key, or not the right one.",
+    "403": "The gateway has no keys and the request came by way of a web page, or under a name that is not this machine's.",
     "404": "The model is not served here.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from inference_gateway.answer_models import ErrorAnswer
-from inference_gateway.domain.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, RequestRefused
+from inference_gateway.domain.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, PageRefused, RequestRefused
 from treadle.contract.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -43,6 +43,7 @@ ERROR_KINDS: dict[type[Exception], ErrorKind] = {
     RequestRefused: ErrorKind(400, "invalid_request_error"),  # names the field and the code itself
     InvalidArgument: ErrorKind(400, "invalid_request_error"),  # the worker found what the gateway could not
     AccessDenied: ErrorKind(401, "invalid_request_error", "invalid_api_key"),
+    PageRefused: ErrorKind(403, "invalid_request_error", "not_local"),
     ModelNotFound: ErrorKind(404, "invalid_request_error", "model_not_found", "model"),
     BodyTooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
     BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),

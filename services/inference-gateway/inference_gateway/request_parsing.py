@@ -34,6 +34,9 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "frequency_penalty": (None, 0, 0.0),
     "presence_penalty": (None, 0, 0.0),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0, 0.0),
+    "repetition_penalty": (None, 1, 1.0),
 }
 UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
@@ -65,7 +68,7 @@ _UNSUPPORTED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
 IGNORED = frozenset(
     {
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "parallel_tool_calls", "top_k", "min_p", "repetition_penalty",
+        "parallel_tool_calls",
     }
 )  # fmt: skip
 

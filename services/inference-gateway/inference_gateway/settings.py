@@ -26,7 +26,7 @@ class Settings(ServerSettings):
     worker: str = "127.0.0.1:7404"
     """Address of the worker, host:port or unix:path."""
     worker_key_file: Path | None = None
-    """File with the key to show to the worker, in its first line."""
+    """File with keys as in api_key_file; the first is shown to the worker."""
     worker_tls_root_file: Path | None = None
     """PEM roots that vouch for the worker; none: plain text."""
     worker_poll_seconds: float = 2.0
@@ -50,7 +50,7 @@ class Settings(ServerSettings):
     keep_alive_seconds: float = 15.0
     """Time between comments in a stream; the first opens it, so that a long prefill does not look like a dead connection."""
     idle_seconds: float = 75.0
-    """How long a connection without a request stays open."""
+    """How long a connection may take to send the head of a request, and how long it stays open without one; whole seconds."""
     encoder_threads: int = 2
     """Threads that render templates and tokenize."""
 

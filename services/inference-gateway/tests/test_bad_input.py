@@ -66,6 +66,9 @@ CHAT_REFUSALS = [
     ("logit_bias", {"logit_bias": {"5": 1}}),
     ("frequency_penalty", {"frequency_penalty": 0.5}),
     ("presence_penalty", {"presence_penalty": -1}),
+    ("top_k", {"top_k": 40}),
+    ("min_p", {"min_p": 0.1}),
+    ("repetition_penalty", {"repetition_penalty": 1.1}),
     ("modalities", {"modalities": ["audio"]}),
     ("store", {"store": True}),
 ]
@@ -110,6 +113,7 @@ def test_fields_at_the_values_that_ask_for_nothing_are_taken(gateway: Any) -> No
     nothing = {
         "n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logit_bias": {},
         "frequency_penalty": 0.0, "presence_penalty": 0, "logprobs": False, "store": False, "stop": None,
+        "top_k": -1, "min_p": 0, "repetition_penalty": 1.0,
         "treadle": {"engram": None, "prefix": None, "session": None, "policy": {}},
     }  # fmt: skip
     assert gateway.chat(**nothing).status_code == 200
@@ -225,3 +229,32 @@ def test_a_request_id_is_kept_if_it_can_be_and_made_if_not(gateway: Any, worker:
     made = gateway.http.post(url, json=body, headers={"x-request-id": "not a fit id"}).headers["x-request-id"]
     assert len(made) == 32
     assert gateway.http.get("/v1/nothing").headers["x-request-id"]
+
+
+def test_ids_that_the_worker_does_not_know_are_told_of_as_the_prompt(gateway: Any, worker: Any, scripts: Any) -> None:
+    worker.script = scripts["refuse_with"](grpc.StatusCode.INVALID_ARGUMENT, "prompt_token_ids: ids are 0 to 257, got 1 to 300")
+    error = error_of(gateway.http.post("/v1/completions", json={"model": MODEL, "prompt": [1, 300]}), 400)
+    assert error["param"] == "prompt"
+    assert error["message"] == "'prompt': ids are 0 to 257, got 1 to 300"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"}, {"host": "127.evil.example:8000"}, {"host": "127.0.0.1@evil.example"}, {"host": "10.0.0.1"},
+        {"origin": "https://evil.example"}, {"origin": "null"}, {"origin": "http://localhost.evil.example"},
+    ],
+)  # fmt: skip
+def test_without_keys_web_pages_of_other_hosts_are_refused(gateway: Any, worker: Any, headers: dict[str, str]) -> None:
+    body = {"model": MODEL, "messages": HI}
+    error = error_of(gateway.http.post("/v1/chat/completions", json=body, headers=headers), 403)
+    assert error["code"] == "not_local"
+    assert "api_key_file" in error["message"]
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    "headers", [{"host": "LOCALHOST:80"}, {"host": "[::1]:8000"}, {"host": "127.0.0.2"}, {"origin": "http://localhost:3000"}]
+)
+def test_without_keys_programs_and_pages_of_this_machine_are_served(gateway: Any, headers: dict[str, str]) -> None:
+    assert gateway.http.get("/v1/models", headers=headers).status_code == 200

@@ -107,7 +107,7 @@ def test_a_client_that_leaves_while_it_sends_its_body_costs_nothing(gateway: Any
     left = gateway.figure("treadle_gateway_client_disconnects_total")
     host, port = gateway.ready["listen"].split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
     wait_until(lambda: gateway.figure("treadle_gateway_client_disconnects_total") == left + 1, "the departure is counted")
     assert worker.requests == []
 
@@ -116,7 +116,9 @@ def test_a_connection_is_used_again_after_a_stream(gateway: Any) -> None:
     with socket.create_connection(tuple(gateway.ready["listen"].split(":")), timeout=10) as connection:
         for _ in range(2):
             body = json.dumps(BODY | {"stream": True}).encode()
-            connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            connection.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+            )
             came = b""
             while not came.endswith(b"0\r\n\r\n"):
                 came += connection.recv(4096)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -164,8 +166,8 @@ def test_the_tokenizer_can_be_read_from_another_folder(start_gateway: Any, other
 def guarded(start_gateway: Any, session_worker: Any, worker: Any, tmp_path: Path) -> Any:
     """A gateway on all addresses, with two keys, that shows a key to its worker."""
     keys, worker_key = tmp_path / "keys", tmp_path / "worker-key"
-    keys.write_text("# of the tests\nfirst-key\nsecond-key\n")
-    worker_key.write_text("worker-secret\n")
+    keys.write_text("  # of the tests\nfirst-key\nsecond-key\n")
+    worker_key.write_text("# its\n\nworker-secret\n")
     gateway = start_gateway(
         "--worker", session_worker.address, "--listen", "0.0.0.0:0", "--api-key-file", str(keys),
         "--worker-key-file", str(worker_key), "--log-level", "debug",
@@ -316,3 +318,56 @@ def test_a_second_signal_ends_the_drain_at_once(start_gateway: Any, session_work
         gateway.process.send_signal(signal.SIGINT)
         assert gateway.process.wait(10) == 0
     assert worker.cancelled.wait(5)
+
+
+def test_a_guarded_gateway_may_have_any_name(guarded: Any) -> None:
+    headers = {"host": "models.example", "origin": "https://app.example", "authorization": "Bearer first-key"}
+    assert guarded.http.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"])
+def test_a_connection_that_never_completes_a_head_is_closed(start_gateway: Any, session_worker: Any, before: bytes) -> None:
+    gateway = start_gateway("--worker", session_worker.address, "--idle-seconds", "1")
+    host, port = gateway.ready["listen"].split(":")
+    with socket.create_connection((host, int(port)), timeout=0.2) as connection:
+        connection.sendall(before + b"GET /health HTTP/1.1\r\n")
+        end, closed = time.monotonic() + 10, False
+        while not closed:
+            assert time.monotonic() < end, "the connection is still open"
+            try:
+                connection.sendall(b"X-Slow: 1\r\n")
+                closed = connection.recv(65536) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                closed = True
+    assert gateway.http.get("/health").status_code == 200
+
+
+def test_the_worker_stays_known_when_memory_is_missing_and_is_asked_again_when_it_drains(
+    start_gateway: Any, session_worker: Any, worker: Any
+) -> None:
+    gateway = start_gateway("--worker", session_worker.address)
+    gateway.wait_ready()
+    told = ["MemoryMissing"]
+
+    async def refuse(request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "as told", (("treadle-error", told[0]),))
+        yield
+
+    worker.script = refuse
+    assert [gateway.chat().status_code for _ in range(2)] == [503, 503]  # the second would wait for a worker that was lost
+    assert gateway.log.count("worker ready") == 1
+    told[0] = "Draining"
+    assert gateway.chat().status_code == 503
+    wait_until(lambda: gateway.log.count("worker ready") == 2, "the worker is asked again")
+
+
+def test_the_ready_line_of_an_ipv6_address_can_stand_in_a_url(start_gateway: Any, session_worker: Any) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 on this machine")
+    gateway = start_gateway("--worker", session_worker.address, "--listen", "::1:0")
+    assert gateway.ready["listen"].startswith("[::1]:")
+    assert gateway.http.get("/health").status_code == 200

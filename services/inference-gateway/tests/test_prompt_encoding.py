@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from inference_gateway.domain.generation import Message
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound
 
 CHAT = (Message("system", "Be brief."), Message("user", "Größe?\n{{ 1 }}"), Message("assistant", ""), Message("user", "<b>&</b>"))
+ROOM = 10_000
 TEMPLATES = {
     "chatml": "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
@@ -89,24 +92,24 @@ def test_a_template_that_is_none_is_refused_when_it_is_read() -> None:
 def test_special_tokens_in_a_chat_become_their_ids(model_dir: Path) -> None:
     encoder = open_folder(model_dir, digest_of(model_dir))
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    token_ids = encoder.encode_chat([Message("user", "hi")])
+    token_ids = encoder.encode_chat([Message("user", "hi")], ROOM)
     assert token_ids[0] == tokenizer.token_to_id("<|im_start|>")
     assert tokenizer.decode(token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 
 def test_a_template_may_stand_in_the_configuration_alone_or_among_named_ones(model_dir: Path, tmp_path: Path) -> None:
     plain = encoder_with(model_dir, tmp_path / "plain", chat_template="{{ messages[0].content }}")
-    assert len(plain.encode_chat([Message("user", "abc")])) == 3
+    assert len(plain.encode_chat([Message("user", "abc")], ROOM)) == 3
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
     among = encoder_with(model_dir, tmp_path / "named", chat_template=named, bos_token={"content": "<|im_start|>"})
-    assert len(among.encode_chat([Message("user", "abc")])) == 4
+    assert len(among.encode_chat([Message("user", "abc")], ROOM)) == 4
 
 
 def test_a_model_without_a_template_takes_no_chats(model_dir: Path, tmp_path: Path) -> None:
     encoder = encoder_with(model_dir, tmp_path / "base")
     with pytest.raises(RequestRefused, match="/v1/completions"):
-        encoder.encode_chat(CHAT)
-    assert len(encoder.encode_text("abc")) == 3
+        encoder.encode_chat(CHAT, ROOM)
+    assert len(encoder.encode_text("abc", ROOM)) == 3
 
 
 def test_a_text_gets_the_special_tokens_of_its_tokenizer_and_a_chat_does_not(model_dir: Path, tmp_path: Path) -> None:
@@ -119,9 +122,9 @@ def test_a_text_gets_the_special_tokens_of_its_tokenizer_and_a_chat_does_not(mod
     tokenizer.enable_padding(length=10)
     tokenizer.save(str(folder / "tokenizer.json"))
     encoder = open_folder(folder, digest_of(folder))
-    assert encoder.encode_text("abcdefgh")[0] == bos
-    assert len(encoder.encode_text("abcdefgh")) == 9  # neither cut nor padded
-    assert encoder.encode_chat([Message("user", "x")]).count(bos) == 2  # as the template wrote them
+    assert encoder.encode_text("abcdefgh", ROOM)[0] == bos
+    assert len(encoder.encode_text("abcdefgh", ROOM)) == 9  # neither cut nor padded
+    assert encoder.encode_chat([Message("user", "x")], ROOM).count(bos) == 2  # as the template wrote them
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_what_is_wrong(model_dir: Path, tmp_path: Path) -> None:
@@ -132,3 +135,34 @@ def test_a_folder_that_does_not_fit_is_refused_by_what_is_wrong(model_dir: Path,
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidArgument, match="is not a tokenizer"):
         open_folder(tmp_path, digest_of(tmp_path))
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_dir: Path) -> None:
+    encoder = open_folder(model_dir, digest_of(model_dir))
+    longest = len("<|im_start|>")
+    assert len(encoder.encode_text("a" * 10 * longest, 10)) == 10 * longest  # might have fitted: the count decides later
+    with pytest.raises(RequestRefused, match="maximum context length is 10 tokens") as refused:
+        encoder.encode_text("a" * (10 * longest + 1), 10)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
+    with pytest.raises(RequestRefused, match="maximum context length is 10 tokens") as refused:
+        encoder.encode_chat([Message("user", "ß" * 5 * longest)], 10)
+    assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(model_dir: Path) -> None:
+    encoder, gaps, done = open_folder(model_dir, digest_of(model_dir)), list[float](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            begun = time.monotonic()
+            done.wait(0.001)
+            gaps.append(time.monotonic() - begun)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    begun = time.monotonic()
+    encoder.encode_text("a word " * 100_000, 1 << 20)
+    seconds = time.monotonic() - begun
+    done.set()
+    thread.join(10)
+    assert max(gaps) < max(0.5 * seconds, 0.05)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference_gateway.domain.errors import ClientLeft
+from inference_gateway.domain.errors import ClientLeft, WorkerLost
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.generation import (
     ChatPrompt,
@@ -98,10 +98,10 @@ async def test_a_drain_waits_for_who_is_inside_and_lets_nobody_in() -> None:
 class Ids:
     """A prompt encoder: an id for each letter."""
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tokens_max: int) -> list[int]:
         return [ord(letter) for message in messages for letter in message.content]
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, tokens_max: int) -> list[int]:
         return [ord(letter) for letter in text]
 
 
@@ -165,7 +165,7 @@ async def test_a_lost_worker_is_asked_what_it_runs_before_the_next_prompt_is_enc
     try:
         worker.fails.clear()
         plan = await generating.plan(WISH, request_id="r", cache_salt="")
-        worker.fails.append(Unavailable("away"))
+        worker.fails.append(WorkerLost("away"))
         with pytest.raises(Unavailable):
             _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
         worker.fails.clear()
@@ -215,3 +215,16 @@ async def test_an_answer_stays_degraded_once_memory_was_missing() -> None:
     plan = await generating.plan(WISH, request_id="r", cache_salt="")
     pieces = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
     assert [piece.degraded for piece in pieces] == [True, True]
+
+
+async def test_a_refusal_that_is_about_one_request_does_not_lose_the_worker() -> None:
+    worker = FakeWorker()
+    worker.fails.clear()
+    watch = watch_of(worker)
+    await watch.poll()
+    generating = Generating(worker, watch, in_thread)
+    plan = await generating.plan(WISH, request_id="r", cache_salt="")
+    worker.fails.append(Unavailable("engram rows missing"))
+    with pytest.raises(Unavailable):
+        _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
+    assert watch.not_ready_because() is None

@@ -20,6 +20,7 @@ from treadle.contract.errors import AccessDenied, ResourceExhausted
 log = logging.getLogger("treadle.rpc")
 _OPEN = ("/grpc.health.v1.Health/",)  # probes carry no key
 _RETRY_AFTER_SECONDS = 0.1  # a call in progress ends within about that
+DETAIL_BYTES_MAX = 4096  # of an error's text: it travels in a header, and gRPC refuses headers above 8 KiB
 Context = Any  # grpc.aio.ServicerContext[Any, Any]: the stubs and the runtime disagree about its parameters
 
 
@@ -50,6 +51,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         refusal = self._refusal(details)
+        if details.method.startswith(_OPEN):
+            return handler  # probes: no key, no limit, and handlers of another make
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
             make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
@@ -59,7 +62,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return make(self._unary(details.method, inner, refusal), handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> Exception | None:
-        if not self._keys or details.method.startswith(_OPEN):
+        if not self._keys:
             return None
         shown = next((str(value) for name, value in details.invocation_metadata or () if name == "authorization"), "")
         known = [hmac.compare_digest(shown.encode(), f"Bearer {key}".encode()) for key in self._keys]  # all, in constant time
@@ -93,7 +96,7 @@ class _Call:
 
     async def __aenter__(self) -> None:
         guard = self._guard
-        full = guard._calls >= guard._calls_max and not self._method.startswith(_OPEN)
+        full = guard._calls >= guard._calls_max
         guard._calls += 1
         try:
             if self._refusal is not None:
@@ -116,7 +119,7 @@ class _Call:
             log.error("bug in a call", extra={"method": self._method}, exc_info=error)
             await self._context.abort(code, "internal error; the service's log has the details")
         assert isinstance(error, Exception)
-        await self._context.abort(code, str(error), trailing_details(error))
+        await self._context.abort(code, _short(str(error)), trailing_details(error))
 
     def _code(self, error: BaseException | None) -> grpc.StatusCode:
         if error is None:
@@ -127,3 +130,11 @@ class _Call:
             return grpc.StatusCode.UNKNOWN
         code = status_of(error, self._guard._status) if isinstance(error, Exception) else None
         return code or grpc.StatusCode.INTERNAL
+
+
+def _short(text: str) -> str:
+    """`text`, cut in the middle where it would not fit a header."""
+    if len(text.encode()) <= DETAIL_BYTES_MAX:
+        return text
+    half = DETAIL_BYTES_MAX // 8  # characters of up to 4 bytes
+    return f"{text[:half]} … {text[-half:]}"

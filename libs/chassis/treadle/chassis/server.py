@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -70,16 +71,23 @@ async def run_service(
 
 
 def read_keys(settings: ServerSettings) -> frozenset[str]:
-    """Keys in `api_key_file`, one a line, # begins a comment. Raises WrongSetting if it cannot be read or holds none."""
-    if settings.api_key_file is None:
-        return frozenset()
+    """Keys in `api_key_file`; none without one. Raises WrongSetting as `read_key_file` does."""
+    path = settings.api_key_file
+    return frozenset() if path is None else frozenset(read_key_file(path, "api_key_file"))
+
+
+def read_key_file(path: Path, setting: str) -> list[str]:
+    """Keys in the file that `setting` names, at least one: one a line, # begins a line of comment.
+
+    Raises WrongSetting if it cannot be read or holds no key.
+    """
     try:
-        lines = settings.api_key_file.read_text(encoding="utf-8").splitlines()
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise WrongSetting(f"api_key_file: cannot read {settings.api_key_file}: {error}") from error
-    keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        raise WrongSetting(f"{setting}: cannot read {path}: {error}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise WrongSetting(f"api_key_file: {settings.api_key_file} holds no key")
+        raise WrongSetting(f"{setting}: {path} holds no key")
     return keys
 
 

@@ -15,6 +15,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from enum import Enum
+from ipaddress import ip_address
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -39,6 +40,8 @@ class ServerSettings:
     """Address to listen on, host:port; port 0 takes a free one."""
     metrics_listen: str = "127.0.0.1:0"
     """Address of /metrics, host:port; port 0 takes a free one."""
+    metrics_public: bool = False
+    """Allow /metrics, which knows no keys, beyond loopback."""
     api_key_file: Path | None = None
     """File with the keys that callers may show, one a line. Needed beyond loopback unless TLS is on."""
     tls_cert_file: Path | None = None
@@ -64,9 +67,13 @@ class ServerSettings:
         if self.drain_seconds < 0 or self.calls_max < 1:
             raise WrongSetting("drain_seconds is >= 0 and calls_max >= 1")
         host, _ = split_address(self.listen)
-        split_address(self.metrics_listen)
+        metrics_host, _ = split_address(self.metrics_listen)
         if not is_loopback(host) and self.api_key_file is None and self.tls_cert_file is None:
             raise WrongSetting(f"listen: {self.listen} is beyond loopback; give api_key_file or TLS files, or listen on 127.0.0.1")
+        if not is_loopback(metrics_host) and not self.metrics_public:
+            raise WrongSetting(
+                f"metrics_listen: {self.metrics_listen} is beyond loopback and knows no keys; set metrics_public to allow it"
+            )
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -78,8 +85,11 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """True for names and numbers of this machine alone."""
-    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
+    """True for `localhost` and for numbers of this machine alone; of other names nobody knows where they lead."""
+    try:
+        return host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
 
 
 def load_settings(cls: type[SettingsType], area: str, program: str, argv: Sequence[str] | None = None) -> SettingsType:

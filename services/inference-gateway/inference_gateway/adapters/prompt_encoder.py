@@ -20,22 +20,39 @@ from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFou
 
 
 class FolderEncoder:
-    """Tokenizer and chat template of one model folder. Both may be used from several threads."""
+    """Tokenizer and chat template of one model folder. Both may be used from several threads.
+
+    `tokens_max` of a prompt bounds the work: a text that cannot fit into as many tokens is refused without tokenizing it.
+    """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         tokenizer.no_truncation()  # a prompt that is cut in silence is answered wrongly
         tokenizer.no_padding()
         self._tokenizer, self._template = tokenizer, template
+        self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], tokens_max: int) -> list[int]:
         """Token ids of the rendered turns; the template itself writes the special tokens."""
         if self._template is None:
             raise RequestRefused("this model has no chat template; use /v1/completions", param="messages")
-        return list(self._tokenizer.encode(self._template.render(messages), add_special_tokens=False).ids)
+        return self._encode(self._template.render(messages), tokens_max, "messages", special_tokens=False)
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, tokens_max: int) -> list[int]:
         """Token ids of `text` with what the tokenizer adds by itself, e.g. a beginning of sequence."""
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._encode(text, tokens_max, "prompt", special_tokens=True)
+
+    def _encode(self, text: str, tokens_max: int, field: str, *, special_tokens: bool) -> list[int]:
+        size_bytes, bytes_max = len(text.encode()), tokens_max * self._longest_token_bytes
+        if size_bytes > bytes_max:
+            raise RequestRefused(
+                f"this model's maximum context length is {tokens_max} tokens, which hold at most {bytes_max} bytes of text; "
+                f"the {field} has {size_bytes}; shorten the {field}",
+                param=field,
+                code="context_length_exceeded",
+            )
+        # Of the tokenizer's calls only those for batches let go of the GIL: a long text must not stop the event loop.
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        return list(encoding.ids)
 
 
 def open_folder(folder: Path, tokenizer_digest: str) -> FolderEncoder:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import cast
 
+from inference_gateway.domain.errors import RequestRefused, WorkerLost
 from inference_gateway.domain.generation import (
     FinishReason,
     Generation,
@@ -24,12 +25,14 @@ from inference_gateway.domain.generation import (
 from treadle.client import Endpoint
 from treadle.client.worker import AsyncWorker
 from treadle.contract import Late
-from treadle.contract.errors import AccessDenied, DeadlineExceeded, TreadleError, Unavailable
+from treadle.contract.errors import AccessDenied, DeadlineExceeded, InvalidArgument, TreadleError
 from treadle.inference.v1 import worker_pb2
 
 _FINISH = {worker_pb2.FINISH_REASON_STOP: FinishReason.STOP, worker_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 _LATE = {Late.MASK: worker_pb2.LATE_POLICY_MASK, Late.FAIL: worker_pb2.LATE_POLICY_FAIL, None: worker_pb2.LATE_POLICY_UNSPECIFIED}
 _NO_WAIT_SECONDS = 1e-6  # on the wire 0 leaves the wait to the worker, so "no wait" is the shortest one
+_DRAINING = "Draining"  # the worker's name for its stop; its other refusals are about one request
+_PROMPT = "prompt_token_ids: "  # how the worker begins what it says of a prompt
 _SEED_MASK = (1 << 64) - 1  # OpenAI's seeds may be negative, the worker's are 64 bits without sign
 
 
@@ -67,13 +70,17 @@ class RpcWorker:
     def _for_strangers(self, error: TreadleError) -> TreadleError:
         """The error in words that mean something to whoever calls the gateway; the cause keeps the worker's address."""
         if isinstance(error, AccessDenied):
-            return Unavailable("the worker refuses the gateway's key, see worker_key_file")
+            return WorkerLost("the worker refuses the gateway's key, see worker_key_file")
+        if isinstance(error, InvalidArgument) and str(error).startswith(_PROMPT):
+            return RequestRefused(f"'prompt': {str(error).removeprefix(_PROMPT)}", param="prompt", code="invalid_value")
+        if error.origin == _DRAINING:
+            return WorkerLost(str(error))
         if not str(error).startswith(self._address):
             return error
         if isinstance(error, DeadlineExceeded):
             text = str(error).removeprefix(f"{self._address}: ")
             return DeadlineExceeded(f"the worker did not finish in time: {text}", error.predicted_finish_seconds)
-        return Unavailable("the worker does not answer")
+        return WorkerLost("the worker does not answer")
 
 
 def request_of(generation: Generation) -> worker_pb2.GenerateRequest:

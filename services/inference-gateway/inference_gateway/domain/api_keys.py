@@ -17,6 +17,11 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
+    @property
+    def any(self) -> bool:
+        """Whether there are keys to show."""
+        return bool(self._digests)
+
     def tenant_of(self, authorization: str | None) -> str:
         """A name for the holder of the key in an Authorization header, from which the key cannot be told; "" without keys.
 

@@ -4,7 +4,10 @@ InvalidArgument
 └── RequestRefused         a field of the request is wrong; names it            400
 NotFound
 └── ModelNotFound          no such model here                                   404
+Unavailable
+└── WorkerLost             what the worker runs must be asked again             503
 TreadleError
+├── PageRefused            a web page called a gateway without keys             403
 ├── BodyTooLarge           more bytes than body_bytes_max                       413
 ├── BodyTooSlow            it did not arrive within body_seconds_max            408
 └── ClientLeft             nobody is there to answer
@@ -12,7 +15,7 @@ TreadleError
 
 from __future__ import annotations
 
-from treadle.contract.errors import InvalidArgument, NotFound, TreadleError
+from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 
 class RequestRefused(InvalidArgument):
@@ -26,6 +29,14 @@ class RequestRefused(InvalidArgument):
 
 class ModelNotFound(NotFound):
     """The request names a model that is not served here."""
+
+
+class WorkerLost(Unavailable):
+    """The worker did not answer, stops, or refuses the gateway as such: this is not about one request."""
+
+
+class PageRefused(TreadleError):
+    """A request came by way of a web page of another host, and there is no key to tell who sent it."""
 
 
 class BodyTooLarge(TreadleError):

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from inference_gateway.domain.errors import ModelNotFound, RequestRefused
+from inference_gateway.domain.errors import ModelNotFound, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import ChatPrompt, Generation, Piece, Prompt, TextPrompt, Wish
 from inference_gateway.domain.ports import InThread, Worker
 from inference_gateway.domain.served_model import ServedModel, WorkerWatch
@@ -67,7 +67,7 @@ class Generating:
                     complete = complete or piece.finish_reason is not None
                     degraded = degraded or piece.degraded
                     yield replace(piece, degraded=degraded)  # once memory was missing, the answer stays degraded
-        except Unavailable:
+        except WorkerLost:
             self._watch.lost()
             raise
         if not complete:
@@ -75,9 +75,9 @@ class Generating:
 
     async def _encode(self, model: ServedModel, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
-            return await self._in_thread(lambda: model.encoder.encode_chat(prompt.messages))
+            return await self._in_thread(lambda: model.encoder.encode_chat(prompt.messages, model.context_tokens_max))
         if isinstance(prompt, TextPrompt):
-            return await self._in_thread(lambda: model.encoder.encode_text(prompt.text))
+            return await self._in_thread(lambda: model.encoder.encode_text(prompt.text, model.context_tokens_max))
         return list(prompt.token_ids)
 
 

@@ -24,13 +24,16 @@ class Worker(Protocol):
 
 
 class PromptEncoder(Protocol):
-    """Tokenizer and chat template of one model. Blocking: call it in a thread."""
+    """Tokenizer and chat template of one model. Blocking: call it in a thread, and it lets other threads run.
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    Raises RequestRefused for what is certain to have more than `tokens_max` tokens; what has no more is always encoded.
+    """
+
+    def encode_chat(self, messages: Sequence[Message], tokens_max: int) -> list[int]:
         """Token ids of the turns with the opening of an answer. Raises RequestRefused if the template refuses them."""
         ...
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, tokens_max: int) -> list[int]:
         """Token ids of a text, with the special tokens that the model expects at its ends."""
         ...
 
