@@ -138,6 +138,7 @@ class LoadTableRequest(_message.Message):
 
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RANDOM_FIELD_NUMBER: _builtins.int
+    GROWN_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     TOKEN_MAP_FIELD_NUMBER: _builtins.int
     KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
@@ -157,20 +158,25 @@ class LoadTableRequest(_message.Message):
     def random(self) -> Global___RandomSource:
         """Seeded random rows, for speed tests."""
 
+    @_builtins.property
+    def grown(self) -> Global___GrownSource:
+        """A folder that `treadle engram grow` wrote: manifest, rows, fusion weights and card."""
+
     def __init__(
         self,
         *,
         checkpoint: Global___CheckpointSource | None = ...,
         random: Global___RandomSource | None = ...,
+        grown: Global___GrownSource | None = ...,
         manifest_json: _builtins.bytes = ...,
         token_map: _builtins.bytes = ...,
         keep_previous: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "random", b"random", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "random", b"random", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "random", b"random", "source", b"source", "token_map", b"token_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "random", b"random", "source", b"source", "token_map", b"token_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random", "grown"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -223,6 +229,34 @@ class CheckpointSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CheckpointSource: _TypeAlias = CheckpointSource  # noqa: Y015
+
+@_typing.final
+class GrownSource(_message.Message):
+    """A grown memory: a folder with manifest.json, rows.safetensors, fusion.safetensors and card.json. Its manifest names its
+    tables and weights by digest; a difference is DATA_LOSS. `manifest_json` and `token_map` of the request stay empty.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """The folder, on the pool's host."""
+    name: _builtins.str
+    """Name to load it under; empty: the manifest's own. Another name makes another version."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrownSource: _TypeAlias = GrownSource  # noqa: Y015
 
 @_typing.final
 class RandomSource(_message.Message):
@@ -429,8 +463,11 @@ class OpenModelResponse(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LOCK_PATH_FIELD_NUMBER: _builtins.int
+    CARD_JSON_FIELD_NUMBER: _builtins.int
     lock_path: _builtins.str
     """Lock file of this version: a reader takes flock(LOCK_SH) on it before it maps."""
+    card_json: _builtins.bytes
+    """The card of a grown memory, JSON: what it was grown from and what it does to perplexity; empty where there is none."""
     @_builtins.property
     def model(self) -> Global___Model:
         """What was opened."""
@@ -450,10 +487,11 @@ class OpenModelResponse(_message.Message):
         segments: _abc.Iterable[Global___Segment] | None = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         lock_path: _builtins.str = ...,
+        card_json: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "lock_path", b"lock_path", "model", b"model", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card_json", b"card_json", "fingerprint", b"fingerprint", "lock_path", b"lock_path", "model", b"model", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -749,6 +787,108 @@ class VerifyModelResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyModelResponse: _TypeAlias = VerifyModelResponse  # noqa: Y015
+
+@_typing.final
+class PromoteModelRequest(_message.Message):
+    """Asks to make a version the current one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Name and version; an empty version means the one that was current before the present one."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteModelRequest: _TypeAlias = PromoteModelRequest  # noqa: Y015
+
+@_typing.final
+class PromoteModelResponse(_message.Message):
+    """What is current now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    PREVIOUS_VERSION_FIELD_NUMBER: _builtins.int
+    previous_version: _builtins.str
+    """The version that it meant before."""
+    @_builtins.property
+    def model(self) -> Global___Model:
+        """The version that an empty `version` means from now on."""
+
+    def __init__(
+        self,
+        *,
+        model: Global___Model | None = ...,
+        previous_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "previous_version", b"previous_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromoteModelResponse: _TypeAlias = PromoteModelResponse  # noqa: Y015
+
+@_typing.final
+class ReadFusionRequest(_message.Message):
+    """Asks for fusion weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Which version; NOT_FOUND where its manifest names no weights."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadFusionRequest: _TypeAlias = ReadFusionRequest  # noqa: Y015
+
+@_typing.final
+class ReadFusionResponse(_message.Message):
+    """A piece of the weights, in order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    BYTES_TOTAL_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Bytes of a safetensors file whose sha256 is the manifest's fusion.weights."""
+    bytes_total: _builtins.int
+    """Size of the whole file, bytes; in the first message."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        bytes_total: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_total", b"bytes_total", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadFusionResponse: _TypeAlias = ReadFusionResponse  # noqa: Y015
 
 @_typing.final
 class RemoveModelRequest(_message.Message):

@@ -80,6 +80,16 @@ class EngramPoolServiceStub:
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelRequest.SerializeToString,
                 response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelResponse.FromString,
                 _registered_method=True)
+        self.PromoteModel = channel.unary_unary(
+                '/treadle.engram.v1.EngramPoolService/PromoteModel',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelResponse.FromString,
+                _registered_method=True)
+        self.ReadFusion = channel.unary_stream(
+                '/treadle.engram.v1.EngramPoolService/ReadFusion',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.FromString,
+                _registered_method=True)
         self.RemoveModel = channel.unary_unary(
                 '/treadle.engram.v1.EngramPoolService/RemoveModel',
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.RemoveModelRequest.SerializeToString,
@@ -159,6 +169,20 @@ class EngramPoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PromoteModel(self, request, context):
+        """Makes a resident version the current one: how a model is rolled back, and forward again, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadFusion(self, request, context):
+        """The fusion weights that a version's manifest names by digest, as they were loaded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveModel(self, request, context):
         """Takes a version out of the list; its memory goes when no reader holds it.
         """
@@ -215,6 +239,16 @@ def add_EngramPoolServiceServicer_to_server(servicer, server):
                     servicer.VerifyModel,
                     request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelRequest.FromString,
                     response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelResponse.SerializeToString,
+            ),
+            'PromoteModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.PromoteModel,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelResponse.SerializeToString,
+            ),
+            'ReadFusion': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadFusion,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.SerializeToString,
             ),
             'RemoveModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveModel,
@@ -449,6 +483,60 @@ class EngramPoolService:
             '/treadle.engram.v1.EngramPoolService/VerifyModel',
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelRequest.SerializeToString,
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.VerifyModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PromoteModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/PromoteModel',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.PromoteModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadFusion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/ReadFusion',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,10 @@ class EngramPoolServiceStub:
     """The current list at once, then again after each change."""
     VerifyModel: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.VerifyModelRequest, _engram_pool_pb2.VerifyModelResponse]
     """Reads a version again and compares every checksum, streaming progress."""
+    PromoteModel: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.PromoteModelRequest, _engram_pool_pb2.PromoteModelResponse]
+    """Makes a resident version the current one: how a model is rolled back, and forward again, by name."""
+    ReadFusion: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.ReadFusionRequest, _engram_pool_pb2.ReadFusionResponse]
+    """The fusion weights that a version's manifest names by digest, as they were loaded."""
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]
@@ -95,6 +99,10 @@ class EngramPoolServiceAsyncStub(EngramPoolServiceStub):
     """The current list at once, then again after each change."""
     VerifyModel: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.VerifyModelRequest, _engram_pool_pb2.VerifyModelResponse]  # type: ignore[assignment]
     """Reads a version again and compares every checksum, streaming progress."""
+    PromoteModel: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.PromoteModelRequest, _engram_pool_pb2.PromoteModelResponse]  # type: ignore[assignment]
+    """Makes a resident version the current one: how a model is rolled back, and forward again, by name."""
+    ReadFusion: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.ReadFusionRequest, _engram_pool_pb2.ReadFusionResponse]  # type: ignore[assignment]
+    """The fusion weights that a version's manifest names by digest, as they were loaded."""
     RemoveModel: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]  # type: ignore[assignment]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]  # type: ignore[assignment]
@@ -176,6 +184,22 @@ class EngramPoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.VerifyModelResponse], _abc.AsyncIterator[_engram_pool_pb2.VerifyModelResponse]]:
         """Reads a version again and compares every checksum, streaming progress."""
+
+    @_abc_1.abstractmethod
+    def PromoteModel(
+        self,
+        request: _engram_pool_pb2.PromoteModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engram_pool_pb2.PromoteModelResponse, _abc.Awaitable[_engram_pool_pb2.PromoteModelResponse]]:
+        """Makes a resident version the current one: how a model is rolled back, and forward again, by name."""
+
+    @_abc_1.abstractmethod
+    def ReadFusion(
+        self,
+        request: _engram_pool_pb2.ReadFusionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.ReadFusionResponse], _abc.AsyncIterator[_engram_pool_pb2.ReadFusionResponse]]:
+        """The fusion weights that a version's manifest names by digest, as they were loaded."""
 
     @_abc_1.abstractmethod
     def RemoveModel(

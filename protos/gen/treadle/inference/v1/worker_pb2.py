@@ -24,37 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!treadle/inference/v1/worker.proto\x12\x14treadle.inference.v1\"\xc0\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x30\n\x08sampling\x18\x03 \x01(\x0b\x32\x1e.treadle.inference.v1.Sampling\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x39\n\rmemory_policy\x18\x05 \x01(\x0b\x32\".treadle.inference.v1.MemoryPolicy\"\xdd\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\t \x01(\x08\x42\x07\n\x05_seedB\x0f\n\r_top_logprobs\"X\n\x0cMemoryPolicy\x12\x18\n\x10wait_seconds_max\x18\x01 \x01(\x02\x12.\n\x04late\x18\x02 \x01(\x0e\x32 .treadle.inference.v1.LatePolicy\"p\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12/\n\x03top\x18\x04 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\"\xa0\x01\n\x0cMemoryReport\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0f\n\x07tickets\x18\x05 \x01(\x04\x12\x17\n\x0ftickets_in_time\x18\x06 \x01(\x04\x12\x14\n\x0crows_missing\x18\x07 \x01(\x04\x12\x10\n\x08shadowed\x18\x08 \x01(\x08\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd9\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\ntext_delta\x18\x02 \x01(\t\x12\x34\n\x08logprobs\x18\x03 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".treadle.inference.v1.FinishReason\x12*\n\x05usage\x18\x06 \x01(\x0b\x32\x1b.treadle.inference.v1.Usage\x12\x10\n\x08\x64\x65graded\x18\x07 \x01(\x08\x12\x32\n\x06memory\x18\x08 \x03(\x0b\x32\".treadle.inference.v1.MemoryReport\"\x0f\n\rStatusRequest\"\xfa\x01\n\x11\x45ngramLayerStatus\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07tickets\x18\x02 \x01(\x04\x12\x17\n\x0ftickets_in_time\x18\x03 \x01(\x04\x12\x1a\n\x12gather_seconds_p50\x18\x04 \x01(\x01\x12\x1a\n\x12gather_seconds_p99\x18\x05 \x01(\x01\x12\x19\n\x11slack_seconds_p50\x18\x06 \x01(\x01\x12\x19\n\x11slack_seconds_p01\x18\x07 \x01(\x01\x12\x15\n\rstall_seconds\x18\x08 \x01(\x01\x12\x11\n\trow_bytes\x18\t \x01(\x04\x12\x14\n\x0crows_missing\x18\n \x01(\x04\"\xaa\x04\n\x0eStatusResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x15\n\rproto_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tmodel_dir\x18\x05 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12\x1a\n\x12\x63ontext_tokens_max\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x18\n\x10requests_running\x18\t \x01(\r\x12\x18\n\x10requests_waiting\x18\n \x01(\r\x12\x1c\n\x14requests_waiting_max\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x14\n\x0cstep_seconds\x18\r \x01(\x01\x12\x15\n\rprompt_tokens\x18\x0e \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x0f \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\x04\x12\x14\n\x0c\x65ngram_model\x18\x11 \x01(\t\x12\x16\n\x0e\x65ngram_version\x18\x12 \x01(\t\x12\x18\n\x10\x65ngram_transport\x18\x13 \x01(\t\x12\x14\n\x0c\x65ngram_fused\x18\x14 \x01(\x08\x12>\n\rengram_layers\x18\x15 \x03(\x0b\x32\'.treadle.inference.v1.EngramLayerStatus\x12\x10\n\x08\x64raining\x18\x16 \x01(\x08*U\n\nLatePolicy\x12\x1b\n\x17LATE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10LATE_POLICY_MASK\x10\x01\x12\x14\n\x10LATE_POLICY_FAIL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc1\x01\n\rWorkerService\x12[\n\x08Generate\x12%.treadle.inference.v1.GenerateRequest\x1a&.treadle.inference.v1.GenerateResponse0\x01\x12S\n\x06Status\x12#.treadle.inference.v1.StatusRequest\x1a$.treadle.inference.v1.StatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!treadle/inference/v1/worker.proto\x12\x14treadle.inference.v1\"\xf4\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x30\n\x08sampling\x18\x03 \x01(\x0b\x32\x1e.treadle.inference.v1.Sampling\x12\x12\n\ncache_salt\x18\x04 \x01(\t\x12\x39\n\rmemory_policy\x18\x05 \x01(\x0b\x32\".treadle.inference.v1.MemoryPolicy\x12\x32\n\x06\x65ngram\x18\x06 \x01(\x0b\x32\".treadle.inference.v1.EngramChoice\".\n\x0c\x45ngramChoice\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\xdd\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\x11\n\x04seed\x18\x04 \x01(\x04H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x17\n\x0fprompt_logprobs\x18\t \x01(\x08\x42\x07\n\x05_seedB\x0f\n\r_top_logprobs\"X\n\x0cMemoryPolicy\x12\x18\n\x10wait_seconds_max\x18\x01 \x01(\x02\x12.\n\x04late\x18\x02 \x01(\x0e\x32 .treadle.inference.v1.LatePolicy\"p\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\x0c\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\x12/\n\x03top\x18\x04 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\"\xa0\x01\n\x0cMemoryReport\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x0f\n\x07tickets\x18\x05 \x01(\x04\x12\x17\n\x0ftickets_in_time\x18\x06 \x01(\x04\x12\x14\n\x0crows_missing\x18\x07 \x01(\x04\x12\x10\n\x08shadowed\x18\x08 \x01(\x08\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"\xd9\x02\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x12\n\ntext_delta\x18\x02 \x01(\t\x12\x34\n\x08logprobs\x18\x03 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\x12;\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\".treadle.inference.v1.TokenLogprob\x12\x39\n\rfinish_reason\x18\x05 \x01(\x0e\x32\".treadle.inference.v1.FinishReason\x12*\n\x05usage\x18\x06 \x01(\x0b\x32\x1b.treadle.inference.v1.Usage\x12\x10\n\x08\x64\x65graded\x18\x07 \x01(\x08\x12\x32\n\x06memory\x18\x08 \x03(\x0b\x32\".treadle.inference.v1.MemoryReport\"\x0f\n\rStatusRequest\"\xfa\x01\n\x11\x45ngramLayerStatus\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x0f\n\x07tickets\x18\x02 \x01(\x04\x12\x17\n\x0ftickets_in_time\x18\x03 \x01(\x04\x12\x1a\n\x12gather_seconds_p50\x18\x04 \x01(\x01\x12\x1a\n\x12gather_seconds_p99\x18\x05 \x01(\x01\x12\x19\n\x11slack_seconds_p50\x18\x06 \x01(\x01\x12\x19\n\x11slack_seconds_p01\x18\x07 \x01(\x01\x12\x15\n\rstall_seconds\x18\x08 \x01(\x01\x12\x11\n\trow_bytes\x18\t \x01(\x04\x12\x14\n\x0crows_missing\x18\n \x01(\x04\"\xea\x04\n\x0eStatusResponse\x12\x15\n\rbuild_version\x18\x01 \x01(\t\x12\x15\n\rproto_version\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\x11\n\tmodel_dir\x18\x05 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x06 \x01(\t\x12\x1a\n\x12\x63ontext_tokens_max\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x18\n\x10requests_running\x18\t \x01(\r\x12\x18\n\x10requests_waiting\x18\n \x01(\r\x12\x1c\n\x14requests_waiting_max\x18\x0b \x01(\r\x12\r\n\x05steps\x18\x0c \x01(\x04\x12\x14\n\x0cstep_seconds\x18\r \x01(\x01\x12\x15\n\rprompt_tokens\x18\x0e \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x0f \x01(\x04\x12\x15\n\rcached_tokens\x18\x10 \x01(\x04\x12\x14\n\x0c\x65ngram_model\x18\x11 \x01(\t\x12\x16\n\x0e\x65ngram_version\x18\x12 \x01(\t\x12\x18\n\x10\x65ngram_transport\x18\x13 \x01(\t\x12\x14\n\x0c\x65ngram_fused\x18\x14 \x01(\x08\x12>\n\rengram_layers\x18\x15 \x03(\x0b\x32\'.treadle.inference.v1.EngramLayerStatus\x12\x10\n\x08\x64raining\x18\x16 \x01(\x08\x12>\n\rengram_models\x18\x17 \x03(\x0b\x32\'.treadle.inference.v1.EngramModelStatus\"\xa7\x01\n\x11\x45ngramModelStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65\x66\x61ult\x18\x03 \x01(\x08\x12\x0c\n\x04open\x18\x04 \x01(\x08\x12\x10\n\x08requests\x18\x05 \x01(\r\x12\x0e\n\x06tokens\x18\x06 \x01(\x04\x12\x11\n\ttransport\x18\x07 \x01(\t\x12\r\n\x05\x66used\x18\x08 \x01(\x08\x12\x0f\n\x07refusal\x18\t \x01(\t*U\n\nLatePolicy\x12\x1b\n\x17LATE_POLICY_UNSPECIFIED\x10\x00\x12\x14\n\x10LATE_POLICY_MASK\x10\x01\x12\x14\n\x10LATE_POLICY_FAIL\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc1\x01\n\rWorkerService\x12[\n\x08Generate\x12%.treadle.inference.v1.GenerateRequest\x1a&.treadle.inference.v1.GenerateResponse0\x01\x12S\n\x06Status\x12#.treadle.inference.v1.StatusRequest\x1a$.treadle.inference.v1.StatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.inference.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LATEPOLICY']._serialized_start=2102
-  _globals['_LATEPOLICY']._serialized_end=2187
-  _globals['_FINISHREASON']._serialized_start=2189
-  _globals['_FINISHREASON']._serialized_end=2284
+  _globals['_LATEPOLICY']._serialized_start=2436
+  _globals['_LATEPOLICY']._serialized_end=2521
+  _globals['_FINISHREASON']._serialized_start=2523
+  _globals['_FINISHREASON']._serialized_end=2618
   _globals['_GENERATEREQUEST']._serialized_start=60
-  _globals['_GENERATEREQUEST']._serialized_end=252
-  _globals['_SAMPLING']._serialized_start=255
-  _globals['_SAMPLING']._serialized_end=476
-  _globals['_MEMORYPOLICY']._serialized_start=478
-  _globals['_MEMORYPOLICY']._serialized_end=566
-  _globals['_TOKENLOGPROB']._serialized_start=568
-  _globals['_TOKENLOGPROB']._serialized_end=680
-  _globals['_MEMORYREPORT']._serialized_start=683
-  _globals['_MEMORYREPORT']._serialized_end=843
-  _globals['_USAGE']._serialized_start=845
-  _globals['_USAGE']._serialized_end=925
-  _globals['_GENERATERESPONSE']._serialized_start=928
-  _globals['_GENERATERESPONSE']._serialized_end=1273
-  _globals['_STATUSREQUEST']._serialized_start=1275
-  _globals['_STATUSREQUEST']._serialized_end=1290
-  _globals['_ENGRAMLAYERSTATUS']._serialized_start=1293
-  _globals['_ENGRAMLAYERSTATUS']._serialized_end=1543
-  _globals['_STATUSRESPONSE']._serialized_start=1546
-  _globals['_STATUSRESPONSE']._serialized_end=2100
-  _globals['_WORKERSERVICE']._serialized_start=2287
-  _globals['_WORKERSERVICE']._serialized_end=2480
+  _globals['_GENERATEREQUEST']._serialized_end=304
+  _globals['_ENGRAMCHOICE']._serialized_start=306
+  _globals['_ENGRAMCHOICE']._serialized_end=352
+  _globals['_SAMPLING']._serialized_start=355
+  _globals['_SAMPLING']._serialized_end=576
+  _globals['_MEMORYPOLICY']._serialized_start=578
+  _globals['_MEMORYPOLICY']._serialized_end=666
+  _globals['_TOKENLOGPROB']._serialized_start=668
+  _globals['_TOKENLOGPROB']._serialized_end=780
+  _globals['_MEMORYREPORT']._serialized_start=783
+  _globals['_MEMORYREPORT']._serialized_end=943
+  _globals['_USAGE']._serialized_start=945
+  _globals['_USAGE']._serialized_end=1025
+  _globals['_GENERATERESPONSE']._serialized_start=1028
+  _globals['_GENERATERESPONSE']._serialized_end=1373
+  _globals['_STATUSREQUEST']._serialized_start=1375
+  _globals['_STATUSREQUEST']._serialized_end=1390
+  _globals['_ENGRAMLAYERSTATUS']._serialized_start=1393
+  _globals['_ENGRAMLAYERSTATUS']._serialized_end=1643
+  _globals['_STATUSRESPONSE']._serialized_start=1646
+  _globals['_STATUSRESPONSE']._serialized_end=2264
+  _globals['_ENGRAMMODELSTATUS']._serialized_start=2267
+  _globals['_ENGRAMMODELSTATUS']._serialized_end=2434
+  _globals['_WORKERSERVICE']._serialized_start=2621
+  _globals['_WORKERSERVICE']._serialized_end=2814
 # @@protoc_insertion_point(module_scope)

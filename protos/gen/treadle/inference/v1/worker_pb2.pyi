@@ -78,6 +78,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MEMORY_POLICY_FIELD_NUMBER: _builtins.int
+    ENGRAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, for logs and traces; never a secret."""
     cache_salt: _builtins.str
@@ -94,6 +95,10 @@ class GenerateRequest(_message.Message):
     def memory_policy(self) -> Global___MemoryPolicy:
         """What to do about memory that does not come in time."""
 
+    @_builtins.property
+    def engram(self) -> Global___EngramChoice:
+        """Which Engram memory to use; absent: the worker's default."""
+
     def __init__(
         self,
         *,
@@ -102,14 +107,43 @@ class GenerateRequest(_message.Message):
         sampling: Global___Sampling | None = ...,
         cache_salt: _builtins.str = ...,
         memory_policy: Global___MemoryPolicy | None = ...,
+        engram: Global___EngramChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["memory_policy", b"memory_policy", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engram", b"engram", "memory_policy", b"memory_policy", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "memory_policy", b"memory_policy", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "engram", b"engram", "memory_policy", b"memory_policy", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class EngramChoice(_message.Message):
+    """An Engram memory chosen by a request. The version is fixed when the request is taken in and kept to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Name of the Engram model; empty: none. NOT_FOUND if the pool has no such model, FAILED_PRECONDITION if it was not made
+    for this language model.
+    """
+    version: _builtins.str
+    """Its version, 8 to 64 hexadecimal digits from the beginning; empty: the current one."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngramChoice: _TypeAlias = EngramChoice  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -481,6 +515,7 @@ class StatusResponse(_message.Message):
     ENGRAM_FUSED_FIELD_NUMBER: _builtins.int
     ENGRAM_LAYERS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    ENGRAM_MODELS_FIELD_NUMBER: _builtins.int
     build_version: _builtins.str
     """Version of the build."""
     proto_version: _builtins.str
@@ -529,6 +564,10 @@ class StatusResponse(_message.Message):
     def engram_layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngramLayerStatus]:
         """One for each Engram layer."""
 
+    @_builtins.property
+    def engram_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngramModelStatus]:
+        """The Engram models that a request may choose, by name; those that do not fit this language model say so."""
+
     def __init__(
         self,
         *,
@@ -554,11 +593,66 @@ class StatusResponse(_message.Message):
         engram_fused: _builtins.bool = ...,
         engram_layers: _abc.Iterable[Global___EngramLayerStatus] | None = ...,
         draining: _builtins.bool = ...,
+        engram_models: _abc.Iterable[Global___EngramModelStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_version", b"build_version", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "context_tokens_max", b"context_tokens_max", "draining", b"draining", "engram_fused", b"engram_fused", "engram_layers", b"engram_layers", "engram_model", b"engram_model", "engram_transport", b"engram_transport", "engram_version", b"engram_version", "eos_token_ids", b"eos_token_ids", "model", b"model", "model_dir", b"model_dir", "pid", b"pid", "prompt_tokens", b"prompt_tokens", "proto_version", b"proto_version", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "requests_waiting_max", b"requests_waiting_max", "step_seconds", b"step_seconds", "steps", b"steps", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_version", b"build_version", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "context_tokens_max", b"context_tokens_max", "draining", b"draining", "engram_fused", b"engram_fused", "engram_layers", b"engram_layers", "engram_model", b"engram_model", "engram_models", b"engram_models", "engram_transport", b"engram_transport", "engram_version", b"engram_version", "eos_token_ids", b"eos_token_ids", "model", b"model", "model_dir", b"model_dir", "pid", b"pid", "prompt_tokens", b"prompt_tokens", "proto_version", b"proto_version", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "requests_waiting_max", b"requests_waiting_max", "step_seconds", b"step_seconds", "steps", b"steps", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class EngramModelStatus(_message.Message):
+    """An Engram model of the pool, as this worker sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    DEFAULT_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    FUSED_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Its name."""
+    version: _builtins.str
+    """The version that new requests get."""
+    default: _builtins.bool
+    """True for the one that requests get which do not choose."""
+    open: _builtins.bool
+    """True where it is open here: a request that chooses it waits for nothing."""
+    requests: _builtins.int
+    """Requests that use it now, whatever their version."""
+    tokens: _builtins.int
+    """Tokens looked up in it since the start."""
+    transport: _builtins.str
+    """How its rows come; empty until it is open."""
+    fused: _builtins.bool
+    """True when its rows are added to the hidden state, false when shadowed."""
+    refusal: _builtins.str
+    """Why it cannot be chosen, e.g. a token map of another tokenizer; empty: it can."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _builtins.str = ...,
+        default: _builtins.bool = ...,
+        open: _builtins.bool = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        fused: _builtins.bool = ...,
+        refusal: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default", b"default", "fused", b"fused", "model", b"model", "open", b"open", "refusal", b"refusal", "requests", b"requests", "tokens", b"tokens", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngramModelStatus: _TypeAlias = EngramModelStatus  # noqa: Y015
