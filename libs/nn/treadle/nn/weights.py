@@ -68,11 +68,15 @@ class Checkpoint:
             raise InvalidArgument(f"weights: {name} is {tensor.dtype} {list(tensor.shape)}, {list(shape)} expected")
         return tensor.to(self._dtype)
 
-    def linear(self, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool) -> Linear:
-        """The layers `names` (with `outputs` each) as one product, fused along the outputs."""
+    def fused(self, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool) -> tuple[Tensor, Tensor | None]:
+        """Weight [sum of outputs, inputs] and bias or None of the layers `names` (with `outputs` each), joined along the outputs."""
         weight = torch.cat([self.tensor(f"{name}.weight", out, inputs) for name, out in zip(names, outputs, strict=True)])
         biases = [self.tensor(f"{name}.bias", out) for name, out in zip(names, outputs, strict=True)] if bias else []
-        return Linear(weight, torch.cat(biases) if bias else None)
+        return weight, torch.cat(biases) if bias else None
+
+    def linear(self, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool) -> Linear:
+        """The same as one product."""
+        return Linear(*self.fused(names, inputs, outputs, bias))
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weights:
@@ -80,7 +84,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Weigh
 
     Raises NotFound (no safetensors there), InvalidArgument (a tensor is absent or has another shape), DataLoss (a torn file).
     """
-    with _opened(folder, dtype) as checkpoint:
+    with opened(folder, dtype) as checkpoint:
         embedding = checkpoint.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
         head = embedding if config.tied else checkpoint.tensor("lm_head.weight", config.vocab, config.hidden)
         return Weights(
@@ -108,7 +112,8 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, at: str) -> LayerWeights
 
 
 @contextmanager
-def _opened(folder: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
+def opened(folder: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
+    """The tensors of a folder, its files open until the end. Raises NotFound, DataLoss."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
         for path in _weight_files(folder):
