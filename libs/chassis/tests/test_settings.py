@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.chassis.server import read_key_file
+from treadle.chassis.server import read_key_file, read_key_lines
 from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, load_settings, split_address
 
 
@@ -107,3 +107,27 @@ def test_a_key_file_keeps_its_order_and_its_comments_are_no_keys(tmp_path: Path)
     (tmp_path / "keys").write_text("  # nothing\n")
     with pytest.raises(WrongSetting, match=r"worker_key_file: .* holds no key"):
         read_key_file(tmp_path / "keys", "worker_key_file")
+
+
+def test_a_key_file_may_say_more_of_each_key(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# a\nfirst\n\n second  engram=kjv colour=red \n")
+    first, second = read_key_lines(path, "api_key_file", {"engram", "colour"})
+    assert (first.key, first.options, first.number) == ("first", {}, 2)
+    assert (second.key, second.options, second.number) == ("second", {"engram": "kjv", "colour": "red"}, 4)
+    assert "second" not in repr(second)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("secret colour=red", r"line 2: behind the key .* engram=VALUE"), ("secret word", "line 2"), ("secret engram=", "line 2"),
+        ("secret engram=a engram=b", "line 2: the option engram stands there twice"), ("first", "line 2: the key of line 1 again"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_of_a_key_file_is_named_by_its_number_alone(tmp_path: Path, line: str, told: str) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"first\n{line}\n")
+    with pytest.raises(WrongSetting, match=told) as refused:
+        read_key_lines(path, "api_key_file", {"engram"})
+    assert not any(word in str(refused.value) for word in ("secret", "first", "word", "red"))

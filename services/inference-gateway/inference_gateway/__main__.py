@@ -25,6 +25,7 @@ from inference_gateway.completion_door import DoorLimits
 from inference_gateway.domain.api_keys import ApiKeys
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.lifetime import Admission
+from inference_gateway.domain.memories import MemoryChoice, parse_choice
 from inference_gateway.domain.served_model import WorkerWatch
 from inference_gateway.head_timeout import HeadTimedProtocol
 from inference_gateway.request_parsing import Limits
@@ -32,11 +33,14 @@ from inference_gateway.server import Parts, build_app
 from inference_gateway.settings import Settings
 from treadle.chassis import log as chassis_log
 from treadle.chassis.ready import print_ready
-from treadle.chassis.server import read_key_file, read_keys
+from treadle.chassis.server import KeyLine, read_key_file, read_key_lines
 from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.client import Endpoint
+from treadle.contract.errors import InvalidArgument
+from treadle.contract.version import check_name
 
 PROGRAM = "treadle-inference-gateway"
+ENGRAM_OPTION = "engram"  # of a line of api_key_file: the memory of requests that choose none
 CLOSE_SECONDS = 3  # for answers that were ended by the drain to leave
 log = logging.getLogger("treadle.gateway")
 Result = TypeVar("Result")
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Raises WrongSetting for an address or file that cannot be used."""
-    keys, listener = ApiKeys(read_keys(settings)), _listen(settings.listen)
+    keys, listener = ApiKeys(_keys(settings.api_key_file)), _listen(settings.listen)
     worker = RpcWorker(Endpoint(settings.worker, _worker_key(settings.worker_key_file), settings.worker_tls_root_file))
     with ThreadPoolExecutor(settings.encoder_threads, thread_name_prefix="encoder") as threads:
         parts = _parts(settings, worker, threads, keys)
@@ -179,6 +183,26 @@ def _listen(address: str) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=1024)
     except OSError as error:
         raise WrongSetting(f"listen: cannot listen on {address}: {error.strerror or error}") from error
+
+
+def _keys(path: Path | None) -> dict[str, MemoryChoice | None]:
+    """Each key with its default memory. Raises WrongSetting, naming the line and never the key."""
+    if path is None:
+        return {}
+    return {line.key: _default_memory(path, line) for line in read_key_lines(path, "api_key_file", {ENGRAM_OPTION})}
+
+
+def _default_memory(path: Path, line: KeyLine) -> MemoryChoice | None:
+    text = line.options.get(ENGRAM_OPTION)
+    if text is None:
+        return None
+    try:
+        choice = parse_choice(text)
+        if choice.name:
+            check_name(choice.name)
+    except InvalidArgument as error:
+        raise WrongSetting(f"api_key_file: {path} line {line.number}: {ENGRAM_OPTION}: {error}") from error
+    return choice
 
 
 def _worker_key(path: Path | None) -> str | None:

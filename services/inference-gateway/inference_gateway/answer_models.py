@@ -157,13 +157,22 @@ class Completion(TypedDict):
 
 
 class ModelTreadle(TypedDict):
-    """Memory that the model is served with; null: none."""
+    """The memory that requests for this name are answered with which choose no other; null: none.
+
+    `default`: requests get it that only name the model; `open`: the first request waits for nothing.
+    """
 
     engram: str | None
+    version: str | None
+    default: bool
+    open: bool
 
 
 class ModelAnswer(TypedDict):
-    """A model that is served here. `max_model_len`: most tokens of prompt and answer together."""
+    """A model that is served here, under its own name or as `MODEL+MEMORY`.
+
+    `max_model_len`: most tokens of prompt and answer together.
+    """
 
     id: str
     object: Literal["model"]

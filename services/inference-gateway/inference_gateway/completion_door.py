@@ -104,10 +104,11 @@ class CompletionDoor:
         self, order: Order, record: RequestRecord, lifetime: Lifetime, stream: EventStream
     ) -> ChatCompletion | Completion | None:
         """The whole answer, or None once all events but the end are sent."""
-        plan = await self._generating.plan(order.wish, request_id=record.request_id, cache_salt=record.tenant)
+        plan = await self._generating.plan(order.wish, request_id=record.request_id, caller=record.caller)
+        self._figures.memory_chosen(plan.chosen.by, plan.uses_memory)
         writer = self._form.writer(
             record.request_id,
-            plan.model.name,
+            plan.asked_model,
             logprobs=order.wish.sampling.top_logprobs is not None,
             include_usage=order.include_usage,
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_gateway.domain.api_keys import ApiKeys
+from inference_gateway.domain.api_keys import ANYBODY, ApiKeys, Caller
 from inference_gateway.domain.errors import PageRefused
 from inference_gateway.domain.ports import Figures
 from inference_gateway.local_callers import check_local
@@ -40,7 +40,7 @@ class RequestRecord:
 
     request_id: str
     route: str
-    tenant: str = ""
+    caller: Caller = ANYBODY
     outcome: str | None = None
     begun_seconds: float = field(default_factory=time.monotonic)
 
@@ -65,7 +65,7 @@ class Frame:
             if not self._keys.any:
                 check_local(headers)
             if scope["path"].startswith(GUARDED):
-                record.tenant = self._keys.tenant_of(headers.get("authorization"))
+                record.caller = self._keys.caller_of(headers.get("authorization"))
             await self._inner(scope, receive, framed)
         except (AccessDenied, PageRefused) as error:
             await error_reply(error)(scope, receive, framed)

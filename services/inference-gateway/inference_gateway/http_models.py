@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from treadle.contract import Late
 from treadle.contract.policy import WAIT_SECONDS_MAX
 
-MODEL_NAME_CHARACTERS_MAX = 256
+MODEL_NAME_CHARACTERS_MAX = 512  # of a model, and in an alias of a memory and its version
+ENGRAM_CHARACTERS_MAX = 256  # of NAME@VERSION: a name has up to 128, a version 64
 STOP_CHARACTERS_MAX = 256  # a worker holds text back while a stop string may be beginning
 STOP_TOKENS_MAX = 64
 LOGPROBS_MAX = 20  # of rivals of a token, as far as the worker goes
@@ -96,11 +97,15 @@ class MemoryPolicyOptions(_Body):
 
 
 class TreadleOptions(_Body):
-    """Everything about memory in a request. `prefix` and `session` are reserved: they must be null."""
+    """Everything about memory in a request. `prefix` and `session` are reserved: they must be null.
+
+    `engram`: the memory to answer with, `NAME` or `NAME@VERSION` (8 to 64 hexadecimal digits from its beginning); `none`;
+    `default`: the worker's; null or absent: what the model's name (`MODEL+MEMORY`) says, else the key's default, else the worker's.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
-    engram: str | None = Field(default=None, max_length=MODEL_NAME_CHARACTERS_MAX)
+    engram: str | None = Field(default=None, max_length=ENGRAM_CHARACTERS_MAX)
     prefix: Any = None
     session: Any = None
     policy: MemoryPolicyOptions | None = None

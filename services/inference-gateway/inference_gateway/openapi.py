@@ -24,7 +24,7 @@ _GENERATION_ERRORS = {
     "400": "The body is not JSON, a field is wrong or not supported (`param` names it), or the prompt is too long.",
     "401": "No key, or not the right one.",
     "403": "The gateway has no keys and the request came by way of a web page, or under a name that is not this machine's.",
-    "404": "The model is not served here.",
+    "404": "The model is not served here, or there is no memory of that name for it.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
     "502": "The worker failed.",
@@ -66,9 +66,12 @@ def _paths() -> _Json:
         "/v1/completions": {
             "post": _generation("Continue a text", "CompletionRequest", "Completion", "Completion") | {"security": key}
         },
-        "/v1/models": {"get": _look("Models that are served", "ModelList", model_errors) | {"security": key}},
+        "/v1/models": {
+            "get": _look("The model, and an alias `MODEL+MEMORY` for each memory that can be chosen", "ModelList", model_errors)
+            | {"security": key}
+        },
         "/v1/models/{model}": {
-            "get": _look("One model", "ModelAnswer", model_errors | {"404": "The model is not served here."})
+            "get": _look("One model, or an alias of it", "ModelAnswer", model_errors | {"404": "The model is not served here."})
             | {"security": key, "parameters": [name]}
         },
         "/health": {"get": _look("Whether the process lives", "Health", {})},

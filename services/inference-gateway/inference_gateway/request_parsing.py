@@ -23,6 +23,8 @@ from inference_gateway.domain.generation import (
     TokenPrompt,
     Wish,
 )
+from inference_gateway.domain.memories import MemoryChoice, parse_choice
+from treadle.contract.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=BaseModel)
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's, for /v1/completions only
@@ -151,7 +153,14 @@ def _memory(options: http_models.TreadleOptions | None) -> MemoryWish:
         if getattr(options, name) is not None:
             raise RequestRefused(f"'treadle.{name}' is not supported yet", param=f"treadle.{name}", code="unsupported_value")
     policy = options.policy or http_models.MemoryPolicyOptions()
-    return MemoryWish(options.engram, policy.wait_seconds_max, policy.late)
+    return MemoryWish(_engram(options.engram), policy.wait_seconds_max, policy.late)
+
+
+def _engram(text: str | None) -> MemoryChoice | None:
+    try:
+        return None if text is None else parse_choice(text)
+    except InvalidArgument as error:
+        raise RequestRefused(f"'treadle.engram': {error}", param="treadle.engram", code="invalid_value") from error
 
 
 def _message(index: int, message: http_models.ChatMessage) -> Message:

@@ -15,15 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler
 
-from inference_gateway.answer_models import Health, ModelAnswer, ModelList, Readiness, Version
+from inference_gateway.answer_models import Health, ModelList, Readiness, Version
 from inference_gateway.completion_door import CHAT, COMPLETION, CompletionDoor, DoorLimits
 from inference_gateway.domain.api_keys import ApiKeys
-from inference_gateway.domain.errors import ModelNotFound
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.lifetime import Admission, stopping
 from inference_gateway.domain.ports import Figures
 from inference_gateway.domain.served_model import ServedModel, WorkerWatch
-from inference_gateway.frame import Frame
+from inference_gateway.frame import Frame, record_of
+from inference_gateway.model_list import model_answer, model_list
 from inference_gateway.openapi import openapi_document
 from inference_gateway.replies import error_object, error_reply, json_reply
 from treadle.contract import PROTO_VERSION
@@ -76,16 +76,14 @@ class Looks:
         self._openapi = openapi_document(parts.build_version)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: the last known model, even while its worker restarts."""
-        served: ModelList = {"object": "list", "data": [_model_answer(self._served())]}
+        """GET /v1/models: the last known model and its memories, even while its worker restarts."""
+        listed = model_list(self._served(), record_of(request.scope).caller.memory)
+        served: ModelList = {"object": "list", "data": listed}
         return json_reply(served)
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{model}."""
-        served, name = self._served(), request.path_params["model"]
-        if name != served.name:
-            raise ModelNotFound(f"the model {name[:200]!r} is not served here; {served.name!r} is")
-        return json_reply(_model_answer(served))
+        """GET /v1/models/{model}: also of an alias, its `+` as it is or as %2B."""
+        return json_reply(model_answer(self._served(), request.path_params["model"], record_of(request.scope).caller.memory))
 
     async def health(self, request: Request) -> Response:
         """GET /health: the process lives, whatever the worker does."""
@@ -118,17 +116,6 @@ class Looks:
         if model is None:
             raise Unavailable(f"no worker is ready: {self._parts.watch.not_ready_because()}")
         return model
-
-
-def _model_answer(model: ServedModel) -> ModelAnswer:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.since_unix,
-        "owned_by": "treadle",
-        "max_model_len": model.context_tokens_max,
-        "treadle": {"engram": model.engram_model or None},
-    }
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

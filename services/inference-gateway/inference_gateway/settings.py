@@ -25,8 +25,10 @@ class Settings(ServerSettings):
     """Longest time for generations in progress to end after SIGTERM."""
     worker: str = "127.0.0.1:7404"
     """Address of the worker, host:port or unix:path."""
+    api_key_file: Path | None = None
+    """Keys, one a line, that open /v1/*; `KEY engram=NAME` names the memory of its requests that choose none. None: everybody."""
     worker_key_file: Path | None = None
-    """File with keys as in api_key_file; the first is shown to the worker."""
+    """File with keys, one a line; the first is shown to the worker."""
     worker_tls_root_file: Path | None = None
     """PEM roots that vouch for the worker; none: plain text."""
     worker_poll_seconds: float = 2.0

@@ -61,12 +61,26 @@ def digest_of(folder: Path) -> str:
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
-def memory_report() -> worker_pb2.MemoryReport:
-    """What the scripted worker says of its memory."""
-    return worker_pb2.MemoryReport(
-        kind="engram", name="smollm2-demo", version="ab" * 32, transport="mapped",
-        tickets=6, tickets_in_time=5, rows_missing=0, shadowed=True,
-    )  # fmt: skip
+def memories() -> list[worker_pb2.EngramModelStatus]:
+    """What the scripted worker has to choose from: a default one, two grown ones, and one that does not fit."""
+    return [
+        worker_pb2.EngramModelStatus(model="code", version="c0de" * 16),
+        worker_pb2.EngramModelStatus(model="foreign", version="f0" * 32, refusal="token_map differs: made for another tokenizer"),
+        worker_pb2.EngramModelStatus(model="kjv", version="1b" * 32, open=True, transport="mapped", fused=True),
+        worker_pb2.EngramModelStatus(model="smollm2-demo", version="ab" * 32, default=True, open=True, transport="mapped"),
+    ]
+
+
+def memory_reports(request: worker_pb2.GenerateRequest) -> list[worker_pb2.MemoryReport]:
+    """What the scripted worker says of the memory that it used for a request."""
+    name = request.engram.model if request.HasField("engram") else "smollm2-demo"
+    versions = {memory.model: memory.version for memory in memories()}
+    return [
+        worker_pb2.MemoryReport(
+            kind="engram", name=name, version=versions.get(name, ""), transport="mapped",
+            tickets=6, tickets_in_time=5, rows_missing=0, shadowed=name == "smollm2-demo",
+        )
+    ] if name else []  # fmt: skip
 
 
 def last_message(
@@ -74,7 +88,7 @@ def last_message(
 ) -> worker_pb2.GenerateResponse:
     """The message that ends an answer."""
     usage = worker_pb2.Usage(prompt_tokens=len(request.prompt_token_ids), cached_tokens=3, completion_tokens=tokens)
-    return worker_pb2.GenerateResponse(finish_reason=reason, usage=usage, memory=[memory_report()], **more)
+    return worker_pb2.GenerateResponse(finish_reason=reason, usage=usage, memory=memory_reports(request), **more)
 
 
 async def say_hello(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:
@@ -168,6 +182,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script: Script = say_hello
         self.status: dict[str, Any] = {
             "model": MODEL, "context_tokens_max": 256, "proto_version": PROTO_VERSION, "build_version": "0", "pid": os.getpid(),
+            "engram_models": memories(),
         } | self._status  # fmt: skip
         self.requests: list[worker_pb2.GenerateRequest] = []
         self.timeouts: list[float] = []

@@ -159,7 +159,8 @@ def test_the_tokenizer_can_be_read_from_another_folder(start_gateway: Any, other
     wait_until(lambda: "tokenizer_dir" in lost.http.get("/ready").text, "the reason")
     gateway = start_gateway("--worker", other_worker.address, "--tokenizer-dir", str(model_dir), "--model", "mine")
     gateway.wait_ready()
-    assert [model["id"] for model in gateway.http.get("/v1/models").json()["data"]] == ["mine"]
+    listed = [model["id"] for model in gateway.http.get("/v1/models").json()["data"]]
+    assert listed == ["mine", "mine+code", "mine+kjv", "mine+smollm2-demo"]
 
 
 @pytest.fixture

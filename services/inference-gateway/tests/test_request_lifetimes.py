@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference_gateway.domain.errors import ClientLeft, WorkerLost
+from inference_gateway.domain import served_model
+from inference_gateway.domain.api_keys import ANYBODY
+from inference_gateway.domain.errors import ClientLeft, MemoryRefused, ModelNotFound, RequestRefused, WorkerLost
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.generation import (
     ChatPrompt,
     FinishReason,
     Generation,
+    MemoryWish,
     Message,
     Piece,
     Sampling,
@@ -22,6 +26,7 @@ from inference_gateway.domain.generation import (
     WorkerStatus,
 )
 from inference_gateway.domain.lifetime import Admission
+from inference_gateway.domain.memories import Memory, MemoryChoice
 from inference_gateway.domain.served_model import WorkerWatch
 from treadle.contract import Deadline
 from treadle.contract.errors import DeadlineExceeded, NotFound, ResourceExhausted, TreadleError, Unavailable
@@ -112,16 +117,20 @@ class FakeWorker:
         self.model = "m"
         self.fails: list[TreadleError] = [Unavailable("away")]
         self.polls = 0
+        self.asked = asyncio.Event()
+        self.memories: list[Memory] = []
+        self.refuses: TreadleError | None = None  # generations alone
 
     async def status(self, timeout_seconds: float) -> WorkerStatus:
         self.polls += 1
+        self.asked.set()
         if self.fails:
             raise self.fails[0]
-        return WorkerStatus(self.model, Path("/m"), self.model, 8, "", False, "0", 1)
+        return WorkerStatus(self.model, Path("/m"), self.model, 8, False, "0", 1, tuple(self.memories))
 
     async def generate(self, generation: Generation, timeout_seconds: float) -> AsyncGenerator[Piece, None]:
-        if self.fails:
-            raise self.fails[0]
+        if self.fails or self.refuses:
+            raise self.refuses or self.fails[0]
         yield Piece(token_ids=(1,), text="a", degraded=True)
         yield Piece(finish_reason=FinishReason.STOP)
 
@@ -164,14 +173,14 @@ async def test_a_lost_worker_is_asked_what_it_runs_before_the_next_prompt_is_enc
     generating = Generating(worker, watch, in_thread)
     try:
         worker.fails.clear()
-        plan = await generating.plan(WISH, request_id="r", cache_salt="")
+        plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
         worker.fails.append(WorkerLost("away"))
         with pytest.raises(Unavailable):
             _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
         worker.fails.clear()
         worker.model = "another"
         with pytest.raises(NotFound, match="another"):
-            await generating.plan(WISH, request_id="r", cache_salt="")
+            await generating.plan(WISH, request_id="r", caller=ANYBODY)
         assert opened == ["m", "another"]
     finally:
         polling.cancel()
@@ -212,7 +221,7 @@ async def test_an_answer_stays_degraded_once_memory_was_missing() -> None:
     watch = watch_of(worker)
     await watch.poll()
     generating = Generating(worker, watch, in_thread)
-    plan = await generating.plan(WISH, request_id="r", cache_salt="")
+    plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
     pieces = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
     assert [piece.degraded for piece in pieces] == [True, True]
 
@@ -223,8 +232,87 @@ async def test_a_refusal_that_is_about_one_request_does_not_lose_the_worker() ->
     watch = watch_of(worker)
     await watch.poll()
     generating = Generating(worker, watch, in_thread)
-    plan = await generating.plan(WISH, request_id="r", cache_salt="")
+    plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
     worker.fails.append(Unavailable("engram rows missing"))
     with pytest.raises(Unavailable):
         _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
     assert watch.not_ready_because() is None
+
+
+def wish_of(model: str = "m", engram: MemoryChoice | None = None) -> Wish:
+    return replace(WISH, model=model, memory=MemoryWish(engram))
+
+
+async def test_a_memory_that_has_just_come_is_found_by_the_request_that_names_it() -> None:
+    worker, opened = FakeWorker(), list[str]()
+    worker.fails.clear()
+    watch = watch_of(worker, opened)
+    polling = asyncio.create_task(watch.run())
+    generating = Generating(worker, watch, in_thread)
+    try:
+        await watch.refreshed()
+        polls = worker.polls
+        worker.memories = [Memory("kjv", "1b" * 32)]
+        plan = await generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
+        assert plan.generation.engram == MemoryChoice("kjv")
+        assert worker.polls == polls + 1
+        await generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
+        assert worker.polls == polls + 1  # what is known is not asked for
+        assert opened == ["m"]  # a memory that comes changes nothing about the tokenizer
+    finally:
+        polling.cancel()
+
+
+async def test_requests_that_name_a_memory_that_is_not_there_share_one_poll() -> None:
+    worker = FakeWorker()
+    worker.fails.clear()
+    watch = watch_of(worker)
+    polling = asyncio.create_task(watch.run())
+    generating = Generating(worker, watch, in_thread)
+    try:
+        await watch.refreshed()
+        polls = worker.polls
+        plans = [generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY) for _ in range(8)]
+        refused = await asyncio.gather(*plans, return_exceptions=True)
+        assert {type(error) for error in refused} == {ModelNotFound}
+        assert worker.polls == polls + 1
+    finally:
+        polling.cancel()
+
+
+async def test_a_memory_cannot_be_confirmed_while_the_worker_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_model, "CONFIRM_SECONDS_MAX", 0.01)
+    worker = FakeWorker()
+    worker.fails.clear()
+    watch = watch_of(worker)
+    await watch.poll()  # and nobody polls again
+    with pytest.raises(Unavailable, match="did not say in time"):
+        await Generating(worker, watch, in_thread).plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
+
+
+@pytest.mark.parametrize(
+    ("wish", "kind", "told"),
+    [
+        (wish_of("m+kjv"), ModelNotFound, r"'m\+kjv' is not served here: the worker cannot use it: gone"),
+        (wish_of(engram=MemoryChoice("kjv")), RequestRefused, "'treadle.engram': the worker cannot use it: gone"),
+    ],
+)
+async def test_a_memory_that_went_is_refused_by_how_it_was_chosen_and_the_worker_is_asked_again(
+    wish: Wish, kind: type[TreadleError], told: str
+) -> None:
+    worker = FakeWorker()
+    worker.fails.clear()
+    worker.memories = [Memory("kjv", "1b" * 32)]
+    watch = watch_of(worker)
+    polling = asyncio.create_task(watch.run())
+    try:
+        await watch.refreshed()
+        generating = Generating(worker, watch, in_thread)
+        plan = await generating.plan(wish, request_id="r", caller=ANYBODY)
+        worker.refuses = MemoryRefused("gone")
+        worker.asked.clear()
+        with pytest.raises(kind, match=told):
+            _ = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
+        await asyncio.wait_for(worker.asked.wait(), 10)  # the next poll by itself would be in a minute
+    finally:
+        polling.cancel()

@@ -20,6 +20,7 @@ from typing import Any
 import typer
 
 MODEL = "fake-135m"
+MEMORIES = {"kjv": "1b" * 32, "code": "c0de" * 16}
 model_app, pool_app, bench_app = typer.Typer(), typer.Typer(), typer.Typer()
 
 
@@ -69,7 +70,7 @@ class Gateway(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer /ready and /v1/models."""
-        self._reply(200, {"ready": True} if self.path == "/ready" else {"data": [{"id": MODEL}]})
+        self._reply(200, {"ready": True} if self.path == "/ready" else {"data": _served_names()})
 
     def do_POST(self) -> None:
         """Stream an answer, word by word."""
@@ -77,8 +78,11 @@ class Gateway(BaseHTTPRequestHandler):
         self.seen.append(body)
         if self.keys and self.headers["Authorization"] not in [f"Bearer {key}" for key in self.keys]:
             return self._reply(401, {"error": {"message": "no such key", "code": "invalid_api_key"}})
-        if body["model"] != MODEL:
+        if body["model"] not in [name["id"] for name in _served_names()]:
             return self._reply(404, {"error": {"message": f"the model {body['model']!r} is not served here"}})
+        engram = body.get("treadle", {}).get("engram")
+        if engram not in (None, "none", "default", *MEMORIES):
+            return self._reply(400, {"error": {"message": f"there is no memory {engram!r} here", "code": "engram_not_found"}})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -88,7 +92,7 @@ class Gateway(BaseHTTPRequestHandler):
             self._chunk([{"index": 0, "delta": {"content": ("" if number == 0 else " ") + word}, "finish_reason": None}])
         if said == "break off":
             return None
-        self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}], treadle={"degraded": said == "forget"})
+        self._chunk([{"index": 0, "delta": {}, "finish_reason": "stop"}], treadle={"degraded": said == "forget"} | _used(engram))
         self._chunk([], usage={"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)})
         self.wfile.write(b"data: [DONE]\n\n")
         return None
@@ -107,6 +111,18 @@ class Gateway(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: the tests look at what comes back."""
+
+
+def _served_names() -> list[dict[str, Any]]:
+    aliases = [
+        {"id": f"{MODEL}+{name}", "treadle": {"engram": name, "version": version, "default": False, "open": name == "kjv"}}
+        for name, version in MEMORIES.items()
+    ]
+    return [{"id": MODEL, "treadle": {"engram": None, "version": None, "default": True, "open": False}}, *aliases]
+
+
+def _used(engram: str | None) -> dict[str, Any]:
+    return {"memory": [{"kind": "engram", "name": engram, "version": MEMORIES[engram]}]} if engram in MEMORIES else {}
 
 
 @model_app.callback()

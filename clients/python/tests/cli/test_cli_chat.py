@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from treadle.cli.chat import answering, choose_memory
 from treadle.cli.conversation import HISTORY_MESSAGES_MAX, Conversation, connect
-from treadle.cli.gateway import find_gateway, first_key, reachable_url, served_model
+from treadle.cli.gateway import find_gateway, first_key, reachable_url, served_model, served_names
 from treadle.cli.run_folder import RunFolder
 from treadle.contract.errors import AccessDenied, NotFound, Unavailable
 
@@ -104,7 +105,7 @@ def test_a_gateway_that_is_not_there_is_told_as_such(fakes: ModuleType) -> None:
 
 def test_the_gateway_is_the_one_given_or_the_default(tmp_path: Path) -> None:
     folder, keys = RunFolder(tmp_path), tmp_path / "keys"
-    keys.write_text("\n# a comment\nfirst\nsecond\n")
+    keys.write_text("\n# a comment\nfirst engram=kjv\nsecond\n")
     assert find_gateway(folder) == ("http://127.0.0.1:8000", None)
     assert find_gateway(folder, "http://there:1/v1/", str(keys)) == ("http://there:1", "first")
     with pytest.raises(NotFound, match="cannot be read"):
@@ -132,6 +133,49 @@ def test_questions_are_read_line_by_line(cli: Any, gateway: str, fakes: ModuleTy
     assert run.stdout == "one indeed\ntwo indeed\n"
     assert "/new forgets" in run.stderr
     assert [len(body["messages"]) for body in fakes.Gateway.seen] == [2, 2]
+    assert all("treadle" not in body for body in fakes.Gateway.seen)  # nothing was chosen
+
+
+def test_a_question_is_asked_with_the_memory_that_was_named(cli: Any, gateway: str, fakes: ModuleType) -> None:
+    document = json.loads(cli("chat", "--url", gateway, "--engram", "kjv", "--json", "who was Ruth").stdout)
+    assert fakes.Gateway.seen[-1]["treadle"] == {"engram": "kjv"}
+    assert document["engram"] == "kjv"
+    assert document["treadle"]["memory"][0]["name"] == "kjv"
+    refused = cli("chat", "--url", gateway, "--engram", "bible", "who was Ruth", code=1)
+    assert "there is no memory 'bible' here" in refused.stderr
+
+
+def test_a_conversation_changes_its_memory_and_says_which_answers(cli: Any, gateway: str, fakes: ModuleType) -> None:
+    lines = "one\n/engram\n/engram kjv\ntwo\n/engram none\nthree\n/engram default\nfour\n/models\n"
+    run = cli("chat", "--url", gateway, stdin=lines)
+    assert run.stdout == "one indeed\ntwo indeed\nthree indeed\nfour indeed\n"
+    assert run.stderr.splitlines() == [
+        "memory: none", "memory: kjv (version 1b1b1b1b1b1b)", "memory: none", "memory: the worker's default",
+        fakes.MODEL, f"{fakes.MODEL}+kjv  memory: kjv (version 1b1b1b1b1b1b)",
+        f"{fakes.MODEL}+code  memory: code (version c0dec0dec0de, opens when first used)",
+    ]  # fmt: skip
+    chosen = [body.get("treadle", {}).get("engram") for body in fakes.Gateway.seen]
+    assert chosen == [None, "kjv", "none", "default"]
+    assert len(fakes.Gateway.seen[-1]["messages"]) == 7  # what was said before stays said
+
+
+def test_a_memory_that_is_not_there_is_told_of_with_those_that_are(cli: Any, gateway: str) -> None:
+    run = cli("chat", "--url", gateway, stdin="/engram bible\nhello\n", code=1)
+    assert "there is no memory 'bible' here; there is kjv, code" in run.stderr
+
+
+def test_a_conversation_under_an_alias_goes_back_to_the_models_name_when_it_changes_its_memory(
+    talk: Conversation, gateway: str
+) -> None:
+    names = served_names(gateway)
+    talk.model = names[1].id
+    assert answering(talk, names) == "memory: kjv (version 1b1b1b1b1b1b)"
+    with pytest.raises(NotFound):
+        choose_memory(talk, "bible", names)
+    assert (talk.model, talk.engram) == (names[1].id, None)
+    choose_memory(talk, "code@c0dec0de", names)
+    assert [talk.model, talk.engram] == [names[0].id, "code@c0dec0de"]
+    assert answering(talk, names) == "memory: code@c0dec0de"
 
 
 def test_errors_end_with_code_one_and_a_line(cli: Any, gateway: str) -> None:

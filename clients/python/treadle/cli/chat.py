@@ -1,12 +1,13 @@
 """`treadle chat`: talk to the fabric from a terminal.
 
-Owns the prompt, the printing and Ctrl-C; the calls are in `conversation`.
+Owns the prompt, the commands behind a slash, the printing and Ctrl-C; the calls are in `conversation`.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -14,19 +15,30 @@ from typing import Annotated
 import typer
 
 from treadle.cli.conversation import Answer, Conversation, connect
-from treadle.cli.gateway import find_gateway, served_model
+from treadle.cli.gateway import ServedName, find_gateway, served_model, served_names
 from treadle.cli.run_folder import RunFolder, home
 from treadle.cli.terminal import EXIT_INTERRUPTED, print_error, print_json, stderr
-from treadle.contract.errors import InvalidArgument, TreadleError, Unavailable
+from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 TEMPERATURE = 0.2  # what the makers of the default model advise; at 1 a model of 135 M parameters rambles
-HELP = "/new forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+HELP = (
+    "/engram NAME answers with that memory (/engram none: without, /engram: says which), /models lists what there is, "
+    "/new forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
+)
+NO_MEMORY, DEFAULT_MEMORY = "none", "default"  # the gateway's words
+VERSION_DIGITS_SHOWN = 12
 
 
 def chat(
     question: Annotated[str, typer.Argument(help="One question; none: a conversation.")] = "",
     url: Annotated[str, typer.Option(help="The gateway; none: the one that is up here.")] = "",
     model: Annotated[str, typer.Option(help="Model name; none: the first that the gateway serves.")] = "",
+    engram: Annotated[
+        str,
+        typer.Option(
+            help="Memory to answer with: NAME, NAME@VERSION, none or default; not given: what the model's name or the key says."
+        ),
+    ] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = TEMPERATURE,
@@ -39,18 +51,18 @@ def chat(
     address, key = find_gateway(RunFolder(home()), url, str(api_key_file or ""))
     client = connect(address, key)
     with client:
-        talk = Conversation(client, model or served_model(address, key), system, max_tokens, temperature)
+        talk = Conversation(client, model or served_model(address, key), system, max_tokens, temperature, engram or None)
         if question:
             _one(talk, question, as_json)
         else:
-            _converse(talk, address)
+            _converse(talk, address, key)
 
 
 def _one(talk: Conversation, question: str, as_json: bool) -> None:
     answer = talk.ask(question, (lambda text: None) if as_json else _write)
     if as_json:
         print_json(
-            {"model": talk.model, "answer": answer.text, "finish_reason": answer.finish_reason, "stopped": answer.stopped,
+            {"model": talk.model, "engram": talk.engram, "answer": answer.text, "finish_reason": answer.finish_reason, "stopped": answer.stopped,
              "seconds_to_first": answer.seconds_to_first, "seconds": answer.seconds, "usage": answer.usage, "treadle": answer.memory}
         )  # fmt: skip
     else:
@@ -62,33 +74,81 @@ def _one(talk: Conversation, question: str, as_json: bool) -> None:
         raise Unavailable("the answer broke off; `treadle logs` may say why")
 
 
-def _converse(talk: Conversation, address: str) -> None:
+def _converse(talk: Conversation, address: str, key: str | None) -> None:
     interactive = sys.stdin.isatty()
     if interactive:
         with suppress(ImportError):  # some Pythons are built without
             importlib.import_module("readline")  # gives input() its line editing
-        stderr().print(f"{talk.model} at {address}. {HELP}", soft_wrap=True, markup=False)
+        _tell(f"{talk.model} at {address}, {answering(talk, served_names(address, key))}. {HELP}")
     while (line := _next_line(interactive)) is not None:
         if line in ("/quit", "/exit"):
             return
-        if line == "/new":
-            talk.forget()
-        elif line.startswith("/"):
-            stderr().print(HELP)
-        elif line:
-            _turn(talk, line, interactive)
+        try:
+            if line.startswith("/"):
+                _tell(_obeyed(talk, line, address, key))
+            elif line:
+                _turn(talk, line)
+        except TreadleError as error:
+            if not interactive:
+                raise
+            print_error(str(error))  # the next line may fare better
 
 
-def _turn(talk: Conversation, line: str, interactive: bool) -> None:
-    try:
-        answer = talk.ask(line, _write)
-    except TreadleError as error:
-        if not interactive:
-            raise
-        print_error(str(error))  # the next question may fare better
-        return
+def _turn(talk: Conversation, line: str) -> None:
+    answer = talk.ask(line, _write)
     _write("\n")
     _remark(answer)
+
+
+def _obeyed(talk: Conversation, line: str, address: str, key: str | None) -> str:
+    """Do what a line behind a slash says; what there is to say about it."""
+    word, _, rest = line.partition(" ")
+    if word == "/new":
+        talk.forget()
+        return "forgotten"
+    if word == "/models":
+        return "\n".join(_described(name) for name in served_names(address, key))
+    if word != "/engram":
+        return HELP
+    names = served_names(address, key)
+    if rest.strip():
+        choose_memory(talk, rest.strip(), names)
+    return answering(talk, names)
+
+
+def choose_memory(talk: Conversation, text: str, names: Sequence[ServedName]) -> None:
+    """Let `text` (NAME, NAME@VERSION, none or default) answer from now on; what was said before stays said.
+
+    Raises NotFound, naming what `names` lists, for a memory that is not there; the one before then stays chosen.
+    """
+    there = [name.engram for name in names[1:] if name.engram]
+    if text not in (NO_MEMORY, DEFAULT_MEMORY) and text.partition("@")[0] not in there:
+        raise NotFound(f"there is no memory {text!r} here; there is {', '.join(there) or 'none'}")
+    if talk.model.startswith(f"{names[0].id}+"):
+        talk.model = names[0].id  # an alias chooses a memory, too, and must not contradict
+    talk.engram = text
+
+
+def answering(talk: Conversation, names: Sequence[ServedName]) -> str:
+    """Which memory answers now, in a few words."""
+    base = names[0].id
+    chosen = talk.engram or (talk.model.removeprefix(f"{base}+") if talk.model != base else names[0].engram)
+    if chosen == DEFAULT_MEMORY:
+        return "memory: the worker's default"
+    if not chosen or chosen == NO_MEMORY:
+        return "memory: none"
+    listed = next((name for name in names if name.engram == chosen), None)
+    return f"memory: {chosen}" + (_version(listed) if listed else "")
+
+
+def _described(name: ServedName) -> str:
+    return name.id + (f"  memory: {name.engram}{_version(name)}" if name.engram else "")
+
+
+def _version(name: ServedName) -> str:
+    return (
+        f" (version {name.version[:VERSION_DIGITS_SHOWN]}{'' if name.open else ', opens when first used'})" if name.version else ""
+    )
 
 
 def _next_line(interactive: bool) -> str | None:
@@ -114,6 +174,10 @@ def _remark(answer: Answer) -> None:
         stderr().print("(made with memory missing)")
     if answer.finish_reason == "length":
         stderr().print("(cut off at the limit of tokens)")
+
+
+def _tell(text: str) -> None:
+    stderr().print(text, soft_wrap=True, markup=False)
 
 
 def _write(text: str) -> None:

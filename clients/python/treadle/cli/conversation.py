@@ -39,13 +39,17 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation with one model. Not thread-safe."""
+    """A conversation with one model. Not thread-safe.
+
+    engram: the memory to answer with, as the gateway's field `treadle.engram`; None: what the model's name or the key says
+    """
 
     client: OpenAI
     model: str
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
+    engram: str | None = None
     _turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> Answer:
@@ -72,7 +76,8 @@ class Conversation:
     def _stream(self, on_text: Callable[[str], None]) -> Answer:
         started, first, pieces, last = time.monotonic(), None, [], _Last()
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
-        optional = {"max_tokens": self.max_tokens, "temperature": self.temperature}
+        memory = {"treadle": {"engram": self.engram}} if self.engram is not None else None
+        optional = {"max_tokens": self.max_tokens, "temperature": self.temperature, "extra_body": memory}
         try:
             stream = self.client.chat.completions.create(
                 model=self.model, messages=messages + self._turns, stream=True, stream_options={"include_usage": True},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from treadle.cli.run_folder import RunFolder
 from treadle.contract.errors import NotFound, Unavailable
@@ -13,6 +15,16 @@ from treadle.contract.errors import NotFound, Unavailable
 DEFAULT_URL = "http://127.0.0.1:8000"
 ANSWER_SECONDS = 5.0
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedName:
+    """A name that a gateway serves, and the memory that answers under it; `engram` and `version` are empty where there is none."""
+
+    id: str
+    engram: str = ""
+    version: str = ""
+    open: bool = False
 
 
 def reachable_url(listen: str) -> str:
@@ -37,10 +49,22 @@ def find_gateway(folder: RunFolder, url: str = "", key_file: str = "") -> tuple[
 
 def served_model(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> str:
     """Name of the first model that a gateway serves. Unavailable if it does not answer."""
+    return served_names(url, key, seconds)[0].id
+
+
+def served_names(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> list[ServedName]:
+    """All names that a gateway lists, at least one: the model's first, then `MODEL+MEMORY`. Unavailable if it does not answer."""
     try:
-        return str(json.loads(get(f"{url}/v1/models", key, seconds))["data"][0]["id"])
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+        names = [_served_name(entry) for entry in json.loads(get(f"{url}/v1/models", key, seconds))["data"]]
+        names[0]
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise Unavailable(f"{url}/v1/models is not a list of models; is this a treadle gateway?") from error
+    return names
+
+
+def _served_name(entry: dict[str, Any]) -> ServedName:
+    memory = entry.get("treadle") or {}
+    return ServedName(str(entry["id"]), memory.get("engram") or "", memory.get("version") or "", bool(memory.get("open")))
 
 
 def get(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> bytes:
@@ -60,11 +84,11 @@ def get(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> by
 
 
 def first_key(path: str) -> str | None:
-    """The first key in a key file (one a line, # is a comment); None for no file."""
+    """The first key in a key file (one a line, with or without options behind it; # is a comment); None for no file."""
     if not path:
         return None
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise NotFound(f"the key file {path} cannot be read: {error.strerror}") from error
-    return next((line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")), None)
+    return next((line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")), None)

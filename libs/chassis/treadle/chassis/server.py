@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -81,11 +82,54 @@ def read_key_file(path: Path, setting: str) -> list[str]:
 
     Raises WrongSetting if it cannot be read or holds no key.
     """
+    return [text for _, text in _lines(path, setting)]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLine:
+    """A key and what its line says of it. `number`: the line's, from 1, to name it by; the key is never shown."""
+
+    key: str = field(repr=False)
+    options: Mapping[str, str]
+    number: int
+
+
+def read_key_lines(path: Path, setting: str, options: Collection[str]) -> list[KeyLine]:
+    """Keys with options, `KEY name=value name=value`, in the file that `setting` names, at least one.
+
+    Raises WrongSetting as `read_key_file` does, and for a line with anything else behind its key, an option that is not one
+    of `options`, one that stands twice, or a key that an earlier line has. Messages name the line and show no text of it.
+    """
+    lines: dict[str, KeyLine] = {}
+    for number, text in _lines(path, setting):
+        line = _key_line(text, number, options, f"{setting}: {path} line {number}")
+        if line.key in lines:
+            raise WrongSetting(f"{setting}: {path} line {number}: the key of line {lines[line.key].number} again")
+        lines[line.key] = line
+    return list(lines.values())
+
+
+def _key_line(text: str, number: int, options: Collection[str], place: str) -> KeyLine:
+    key, *words = text.split()
+    found: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in options or not value:  # not shown: it may be part of a key
+            known = ", ".join(f"{option}=VALUE" for option in sorted(options))
+            raise WrongSetting(f"{place}: behind the key stands what is no option; options are {known}")
+        if name in found:
+            raise WrongSetting(f"{place}: the option {name} stands there twice")
+        found[name] = value
+    return KeyLine(key, found, number)
+
+
+def _lines(path: Path, setting: str) -> list[tuple[int, str]]:
+    """(number from 1, stripped text) of the lines of a key file that hold a key."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise WrongSetting(f"{setting}: cannot read {path}: {error}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
+    keys = [(number, line) for number, line in enumerate(lines, 1) if line and not line.startswith("#")]
     if not keys:
         raise WrongSetting(f"{setting}: {path} holds no key")
     return keys

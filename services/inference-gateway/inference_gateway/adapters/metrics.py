@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from inference_gateway.domain.generation import Usage
+from inference_gateway.domain.memories import ChosenBy
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -34,6 +35,10 @@ class PrometheusFigures:
         self._ignored = Counter(
             "treadle_gateway_ignored_fields", "Fields of requests that mean nothing here", ["field"], registry=registry
         )
+        self._choices = Counter(
+            "treadle_gateway_memory_choices", "Requests by who chose their memory and whether there is one", ["by", "memory"],
+            registry=registry,
+        )  # fmt: skip
         self._degraded = Counter("treadle_gateway_degraded", "Answers made with memory missing", registry=registry)
         self._left = Counter(
             "treadle_gateway_client_disconnects", "Clients that left before their answer was complete", registry=registry
@@ -67,6 +72,10 @@ class PrometheusFigures:
     def field_ignored(self, field: str) -> None:
         """Count a field; the caller keeps the names few."""
         self._ignored.labels(field).inc()
+
+    def memory_chosen(self, by: ChosenBy, used: bool) -> None:
+        """Count a request whose memory is settled."""
+        self._choices.labels(by.value, "some" if used else "none").inc()
 
     def answer_degraded(self) -> None:
         """Count a degraded answer."""

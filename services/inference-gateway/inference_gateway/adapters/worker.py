@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import cast
 
-from inference_gateway.domain.errors import RequestRefused, WorkerLost
+from inference_gateway.domain.errors import MemoryRefused, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import (
     FinishReason,
     Generation,
@@ -22,10 +22,19 @@ from inference_gateway.domain.generation import (
     Usage,
     WorkerStatus,
 )
+from inference_gateway.domain.memories import Memory, MemoryChoice
 from treadle.client import Endpoint
 from treadle.client.worker import AsyncWorker
 from treadle.contract import Late
-from treadle.contract.errors import AccessDenied, DeadlineExceeded, InvalidArgument, TreadleError
+from treadle.contract.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    FingerprintMismatch,
+    InvalidArgument,
+    NotFound,
+    ProtocolMismatch,
+    TreadleError,
+)
 from treadle.inference.v1 import worker_pb2
 
 _FINISH = {worker_pb2.FINISH_REASON_STOP: FinishReason.STOP, worker_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
@@ -52,6 +61,8 @@ class RpcWorker:
             async for response in stream:
                 yield piece_of(response)
         except TreadleError as error:
+            if generation.engram.name and _is_about_memory(error):
+                raise MemoryRefused(str(error)) from error
             raise self._for_strangers(error) from error
         finally:
             await stream.aclose()
@@ -83,6 +94,13 @@ class RpcWorker:
         return WorkerLost("the worker does not answer")
 
 
+def _is_about_memory(error: TreadleError) -> bool:
+    """Whether the worker says NOT_FOUND or FAILED_PRECONDITION, which it does of the memory alone."""
+    # Another class than its own name: a FAILED_PRECONDITION without a field, which the SDK has no better word for.
+    told = isinstance(error, ProtocolMismatch) and error.origin not in (None, ProtocolMismatch.__name__)
+    return told or isinstance(error, NotFound | FingerprintMismatch)
+
+
 def request_of(generation: Generation) -> worker_pb2.GenerateRequest:
     """The request that stands for a generation."""
     return worker_pb2.GenerateRequest(
@@ -91,7 +109,13 @@ def request_of(generation: Generation) -> worker_pb2.GenerateRequest:
         sampling=_sampling_of(generation.sampling),
         cache_salt=generation.cache_salt,
         memory_policy=_policy_of(generation.memory),
+        engram=_engram_of(generation.engram),
     )
+
+
+def _engram_of(choice: MemoryChoice) -> worker_pb2.EngramChoice | None:
+    """None, an absent field, leaves it to the worker."""
+    return None if choice.name is None else worker_pb2.EngramChoice(model=choice.name, version=choice.version)
 
 
 def _sampling_of(sampling: Sampling) -> worker_pb2.Sampling:
@@ -153,8 +177,15 @@ def status_of(response: worker_pb2.StatusResponse) -> WorkerStatus:
         model_dir=Path(response.model_dir),
         tokenizer_digest=response.tokenizer_digest,
         context_tokens_max=response.context_tokens_max,
-        engram_model=response.engram_model,
         draining=response.draining,
         build_version=response.build_version,
         pid=response.pid,
+        memories=_memories_of(response),
     )
+
+
+def _memories_of(response: worker_pb2.StatusResponse) -> tuple[Memory, ...]:
+    """What there is to choose; a worker that lists nothing may still have one memory for all requests."""
+    if not response.engram_models and response.engram_model:
+        return (Memory(response.engram_model, response.engram_version, default=True, open=True),)
+    return tuple(Memory(item.model, item.version, item.default, item.open, item.refusal) for item in response.engram_models)

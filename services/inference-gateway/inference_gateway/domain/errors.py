@@ -3,7 +3,8 @@
 InvalidArgument
 └── RequestRefused         a field of the request is wrong; names it            400
 NotFound
-└── ModelNotFound          no such model here                                   404
+├── ModelNotFound          no such model here                                   404
+└── MemoryRefused          the worker cannot use the memory that was chosen     404, or 400 if not by the model's name
 Unavailable
 └── WorkerLost             what the worker runs must be asked again             503
 TreadleError
@@ -29,6 +30,10 @@ class RequestRefused(InvalidArgument):
 
 class ModelNotFound(NotFound):
     """The request names a model that is not served here."""
+
+
+class MemoryRefused(NotFound):
+    """The worker does not have the memory that a request chose, or it does not fit the model; the message is the worker's."""
 
 
 class WorkerLost(Unavailable):

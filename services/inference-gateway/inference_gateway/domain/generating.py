@@ -10,22 +10,29 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from inference_gateway.domain.errors import ModelNotFound, RequestRefused, WorkerLost
+from inference_gateway.domain.api_keys import Caller
+from inference_gateway.domain.errors import MemoryRefused, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import ChatPrompt, Generation, Piece, Prompt, TextPrompt, Wish
+from inference_gateway.domain.memories import Chosen, alias_choice, choose, refusal, uses_memory, why_not
 from inference_gateway.domain.ports import InThread, Worker
 from inference_gateway.domain.served_model import ServedModel, WorkerWatch
 from treadle.contract import Deadline
 from treadle.contract.errors import Unavailable
 
-ENGRAM_OF_THE_WORKER = "default"
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A wish that can be served: by which model, and what its worker will be asked."""
+    """A wish that can be served: by which model, under which name, with which memory, and what its worker will be asked."""
 
     model: ServedModel
+    asked_model: str
+    chosen: Chosen
     generation: Generation
+
+    @property
+    def uses_memory(self) -> bool:
+        """Whether it will be answered with a memory, as far as is known before."""
+        return uses_memory(self.chosen.memory, self.model.memories)
 
 
 class Generating:
@@ -34,25 +41,16 @@ class Generating:
     def __init__(self, worker: Worker, watch: WorkerWatch, in_thread: InThread) -> None:
         self._worker, self._watch, self._in_thread = worker, watch, in_thread
 
-    async def plan(self, wish: Wish, *, request_id: str, cache_salt: str) -> Plan:
+    async def plan(self, wish: Wish, *, request_id: str, caller: Caller) -> Plan:
         """Check and encode a wish.
 
         Raises ModelNotFound, RequestRefused (naming the field) and Unavailable (no worker).
         """
-        model = await self._watch.confirmed()
-        if wish.model != model.name:
-            raise ModelNotFound(f"the model {wish.model[:200]!r} is not served here; {model.name!r} is")
-        if wish.memory.engram not in (None, ENGRAM_OF_THE_WORKER, model.engram_model or None):
-            raise RequestRefused(
-                f"no such Engram model here; {model.engram_model!r} is in use"
-                if model.engram_model
-                else "no Engram is in use here",
-                param="treadle.engram",
-                code="engram_not_found",
-            )
+        model, chosen = await self._settled(wish, caller)
         token_ids = await self._encode(model, wish.prompt)
         _check_fits(model, wish, len(token_ids))
-        return Plan(model, Generation(request_id, token_ids, wish.sampling, wish.memory, cache_salt))
+        generation = Generation(request_id, token_ids, wish.sampling, wish.memory, caller.tenant, chosen.memory)
+        return Plan(model, wish.model, chosen, generation)
 
     async def pieces(self, plan: Plan, deadline: Deadline) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as the worker makes them. Closing the generator stops the worker.
@@ -70,8 +68,23 @@ class Generating:
         except WorkerLost:
             self._watch.lost()
             raise
+        except MemoryRefused as error:  # it went, or changed, after the last poll
+            self._watch.look_again()
+            raise refusal(plan.chosen, plan.asked_model, f"the worker cannot use it: {error}") from error
         if not complete:
             raise Unavailable("the worker ended its stream without a last message")
+
+    async def _settled(self, wish: Wish, caller: Caller) -> tuple[ServedModel, Chosen]:
+        """The model, and the memory to use with it. One that is not known is looked for once more: it may just have come."""
+        model = await self._watch.confirmed()
+        chosen = _chosen(wish, caller, model)
+        if why_not(chosen.memory, model.memories) is not None:
+            model = await self._watch.refreshed()
+            chosen = _chosen(wish, caller, model)
+            reason = why_not(chosen.memory, model.memories)
+            if reason is not None:
+                raise refusal(chosen, wish.model, reason)
+        return model, chosen
 
     async def _encode(self, model: ServedModel, prompt: Prompt) -> list[int]:
         if isinstance(prompt, ChatPrompt):
@@ -79,6 +92,10 @@ class Generating:
         if isinstance(prompt, TextPrompt):
             return await self._in_thread(lambda: model.encoder.encode_text(prompt.text, model.context_tokens_max))
         return list(prompt.token_ids)
+
+
+def _chosen(wish: Wish, caller: Caller, model: ServedModel) -> Chosen:
+    return choose(wish.memory.engram, alias_choice(wish.model, model.name), caller.memory, model.memories)
 
 
 def _check_fits(model: ServedModel, wish: Wish, prompt_tokens: int) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from inference_gateway.domain.memories import WORKERS_DEFAULT, Memory, MemoryChoice
 from treadle.contract import Late
 
 
@@ -70,17 +71,20 @@ class Sampling:
 class MemoryWish:
     """What a request says about memory; None leaves it to the worker.
 
-    engram: the Engram model that must be in use; "default" is the worker's, whatever it is
+    engram: the memory that it chooses in a field of its own
     """
 
-    engram: str | None = None
+    engram: MemoryChoice | None = None
     wait_seconds_max: float | None = None
     late: Late | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A request once its JSON is understood: which model continues which prompt, and how."""
+    """A request once its JSON is understood: which model continues which prompt, and how.
+
+    model: as it was asked for, so possibly an alias that chooses a memory
+    """
 
     model: str
     prompt: Prompt
@@ -90,13 +94,17 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What goes to a worker. `cache_salt` keeps one tenant's cached prefixes apart from another's."""
+    """What goes to a worker. `cache_salt` keeps one tenant's cached prefixes apart from another's.
+
+    engram: the memory whose choice counts, whoever made it; that of `memory` is the field's alone
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     sampling: Sampling
     memory: MemoryWish
     cache_salt: str
+    engram: MemoryChoice = WORKERS_DEFAULT
 
 
 class FinishReason(StrEnum):
@@ -154,13 +162,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """What a worker says about itself. `engram_model` is empty where it uses none."""
+    """What a worker says about itself. `memories` includes those that do not fit its model."""
 
     model: str
     model_dir: Path
     tokenizer_digest: str
     context_tokens_max: int
-    engram_model: str
     draining: bool
     build_version: str
     pid: int
+    memories: tuple[Memory, ...] = ()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from inference_gateway.domain.generation import Generation, Message, Piece, Usage, WorkerStatus
+from inference_gateway.domain.memories import ChosenBy
 
 Result = TypeVar("Result")
 
@@ -15,7 +16,10 @@ class Worker(Protocol):
     """Something that runs the model. Raises the errors of `treadle.contract`."""
 
     def generate(self, generation: Generation, timeout_seconds: float) -> AsyncGenerator[Piece, None]:
-        """Pieces as they come, the last with a finish reason. Closing the generator stops the worker."""
+        """Pieces as they come, the last with a finish reason. Closing the generator stops the worker.
+
+        Raises MemoryRefused before the first piece if the memory that was chosen cannot be used.
+        """
         ...
 
     async def status(self, timeout_seconds: float) -> WorkerStatus:
@@ -79,6 +83,10 @@ class Figures(Protocol):
 
     def field_ignored(self, field: str) -> None:
         """A request had a field that means nothing here."""
+        ...
+
+    def memory_chosen(self, by: ChosenBy, used: bool) -> None:
+        """A request's memory was settled: whose choice it was, and whether there is one."""
         ...
 
     def answer_degraded(self) -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inference_gateway.domain.generation import WorkerStatus
+from inference_gateway.domain.memories import Memory
 from inference_gateway.domain.ports import EncoderSource, InThread, PromptEncoder, Worker
 from treadle.contract.errors import TreadleError, Unavailable
 
@@ -24,12 +25,12 @@ CONFIRM_SECONDS_MAX = 1.0  # how long a request waits for a worker that was just
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model under the name that requests use, with the tokenizer that was checked to be its own."""
+    """One model under the name that requests use, with the tokenizer that was checked to be its own, and its memories."""
 
     name: str
     encoder: PromptEncoder
     context_tokens_max: int
-    engram_model: str
+    memories: tuple[Memory, ...] = ()
     since_unix: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -48,6 +49,7 @@ class WorkerWatch:
         self._trouble = "the worker has not answered yet"
         self._sooner = asyncio.Event()
         self._polled = asyncio.Event()
+        self._polls_begun = self._polls_ended = 0
 
     @property
     def last_known(self) -> ServedModel | None:
@@ -68,6 +70,26 @@ class WorkerWatch:
             raise Unavailable(f"no worker is ready: {self._trouble}")
         return self._model
 
+    async def refreshed(self) -> ServedModel:
+        """The served model as a poll finds it that begins from now on: for a request that names what was not there before.
+
+        Raises Unavailable if the worker does not answer in time. Requests that come together share one poll.
+        """
+        wanted = self._polls_begun + 1
+        try:
+            async with asyncio.timeout(CONFIRM_SECONDS_MAX):
+                while self._polls_ended < wanted:
+                    polled = self._polled
+                    self._sooner.set()
+                    await polled.wait()
+        except TimeoutError as error:
+            raise Unavailable("the worker did not say in time which memories there are; try again in a moment") from error
+        return await self.confirmed()
+
+    def look_again(self) -> None:
+        """A call found that the worker has changed: poll now, not at the next time."""
+        self._sooner.set()
+
     def lost(self) -> None:
         """A call found the worker away: what it runs must be confirmed before the next request is encoded."""
         self._trouble = self._trouble or "the worker cannot be reached"
@@ -77,7 +99,9 @@ class WorkerWatch:
         """Poll until cancelled."""
         retry_seconds = RETRY_SECONDS_FIRST
         while True:
+            self._polls_begun += 1
             await self.poll()
+            self._polls_ended += 1
             self._polled.set()
             self._polled = asyncio.Event()
             pause_seconds = retry_seconds if self._trouble else self._interval_seconds
@@ -91,6 +115,8 @@ class WorkerWatch:
             status = await self._worker.status(max(1.0, self._interval_seconds))
             if self._model is None or self._status is None or _identity(status) != _identity(self._status):
                 self._model = await self._load(status)
+            elif self._model.memories != status.memories:  # they come and go while the model stays
+                self._model = replace(self._model, memories=status.memories)
             if self._trouble:
                 log.info("worker ready", extra={"model": self._model.name, "worker_pid": status.pid})
             self._status, self._trouble = status, ""
@@ -103,7 +129,7 @@ class WorkerWatch:
     async def _load(self, status: WorkerStatus) -> ServedModel:
         folder = self._tokenizer_dir or status.model_dir
         encoder = await self._in_thread(lambda: self._source(folder, status.tokenizer_digest))
-        return ServedModel(self._model_name or status.model, encoder, status.context_tokens_max, status.engram_model)
+        return ServedModel(self._model_name or status.model, encoder, status.context_tokens_max, status.memories)
 
     def _note(self, trouble: str, error: Exception) -> None:
         if trouble != self._trouble:
@@ -117,7 +143,7 @@ class WorkerWatch:
 
 
 def _identity(status: WorkerStatus) -> tuple[object, ...]:
-    return (status.model, status.model_dir, status.tokenizer_digest, status.context_tokens_max, status.engram_model)
+    return (status.model, status.model_dir, status.tokenizer_digest, status.context_tokens_max)
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
