@@ -6,7 +6,9 @@ from setuptools import setup
 native = Pybind11Extension(
     "treadle.kernels._native",
     ["src/binding.cpp"],
-    depends=[f"include/treadle/kernels/{name}.hpp" for name in ("crc32c", "gather", "hash", "lookup", "target", "windows")],
+    depends=[
+        f"include/treadle/kernels/{name}.hpp" for name in ("crc32c", "dequantise", "gather", "hash", "lookup", "target", "windows")
+    ],
     cxx_std=20,
     extra_compile_args=["-O3", "-fno-math-errno", "-Wall", "-Wextra"],  # no -march: wider code is chosen at run time
 )

@@ -17,7 +17,8 @@ from treadle.contract import (
     canonical_json,
     version_of,
 )
-from treadle.contract.families import deepseek_v41_model, demo_model, head_primes, qwen_ple_model
+from treadle.contract.engram_model import PRECISIONS, row_layout
+from treadle.contract.families import deepseek_v41_model, demo_model, hash_multipliers, head_primes, qwen_ple_model
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 
 MAP = "ab" * 32
@@ -41,7 +42,16 @@ def every_family() -> list[EngramModel]:
     return [demo(), deepseek_v41_model("v41", token_map=MAP, pad_id=2, fusion=Fusion("v4.1", MAP)), qwen_ple_model("ple", row=BF16)]
 
 
-@pytest.mark.parametrize("model", every_family(), ids=lambda m: str(m.family))
+def grown(precision: str, seed: int = 0) -> EngramModel:
+    return deepseek_v41_model(
+        "kjv", token_map=MAP, pad_id=2, compressed_vocab_size=32_873, orders=(2, 3), prime_base=10_007, row=row_layout(precision, 32),
+        fusion=Fusion("v4.1", MAP), seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "model", [*every_family(), *map(grown, PRECISIONS)], ids=lambda m: f"{m.family}-{m.row.dtype}-{m.row.bytes}"
+)
 def test_a_manifest_survives_the_round_trip_byte_for_byte(model: EngramModel) -> None:
     loaded = model.with_tables({layer: Table(model.rows_hashed(layer) + 5, MAP) for layer in model.layers})
     for each in (model, loaded):
@@ -81,6 +91,7 @@ WRONG: list[tuple[str, Any]] = [
     ("name", "../etc"), ("name", ""), ("name", 7), ("token_map", "short"), ("compressed_vocab_size", 0), ("row", {"bytes": 320}),
     ("row", {"bytes": 319, "dim": 160, "dtype": "bf16"}), ("row", {"bytes": 8, "dim": 4, "dtype": "bf16"}),
     ("row", {"bytes": 320, "dim": 160, "dtype": "int3"}), ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 32}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": 7, "block": 32}}), ("row", {"bytes": 16, "dim": 33, "dtype": "int4"}),
     ("fusion", {"form": "other"}), ("tables", {"2": {"rows": 1, "version": MAP}, "15": {"rows": 1, "version": MAP}}),
     ("tables", {"2": {"rows": 10**9, "version": MAP}}), ("tables", []), ("surprise", 1),
 ]  # fmt: skip
@@ -127,6 +138,37 @@ def test_scales_are_counted_in_the_row() -> None:
     assert RowLayout(264, 256, "fp8_e4m3", Scale("ue8m0", 32)).bytes == 264
     with pytest.raises(InvalidArgument, match="264"):
         RowLayout(256, 256, "fp8_e4m3", Scale("ue8m0", 32))
+
+
+def test_fp16_scales_and_half_byte_values_are_counted_in_the_row() -> None:
+    layout = RowLayout(20, 32, "int4", Scale("fp16", 16))
+    assert (layout.value_bytes, layout.scale_bytes) == (16, 4)
+    assert (BF16.value_bytes, BF16.scale_bytes) == (320, 0)
+    with pytest.raises(InvalidArgument, match="20"):
+        RowLayout(18, 32, "int4", Scale("fp16", 16))
+    with pytest.raises(InvalidArgument, match="even"):
+        RowLayout(16, 31, "int4")
+
+
+def test_the_presets_of_grown_rows_have_one_scale_behind_the_values() -> None:
+    assert [row_layout(precision, 32).bytes for precision in PRECISIONS] == [64, 34, 18]
+    assert row_layout("bf16", 32) == RowLayout(64, 32, "bf16")
+    assert row_layout("fp8", 32) == RowLayout(34, 32, "fp8_e4m3", Scale("fp16", 32))
+    assert row_layout("int4", 64) == RowLayout(34, 64, "int4", Scale("fp16", 64))
+    for precision, dim in (("int8", 32), ("fp32", 32), (7, 32), ("int4", 33), ("int4", 16), ("bf16", 4096), ("fp8", True)):
+        with pytest.raises(InvalidArgument):
+            row_layout(precision, dim)  # type: ignore[arg-type]
+
+
+def test_a_grown_template_has_its_own_orders_and_seed() -> None:
+    model, other = grown("int4"), grown("int4", seed=1)
+    assert (model.orders, model.order_max, model.columns, model.row.bytes) == ((2, 3), 3, 16, 18)
+    assert model.multipliers[0] == hash_multipliers(32_873, 1, 3)
+    assert model.multipliers != other.multipliers
+    assert model.primes == other.primes
+    assert 160_000 < model.rows_hashed(1) < 163_000
+    sparse = deepseek_v41_model("s", token_map=MAP, pad_id=2, orders=(2, 5))
+    assert (sparse.columns, len(sparse.multipliers[0])) == (16, 5)
 
 
 def test_the_fingerprint_names_the_field_that_differs() -> None:

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../include/treadle/kernels/crc32c.hpp"
+#include "../include/treadle/kernels/dequantise.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
 
 namespace py = pybind11;
@@ -112,6 +113,21 @@ bool lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>&
     return true;
 }
 
+void dequantise(int values, int scales, int64_t dim, int64_t block, const Array<uint8_t>& rows, Array<float>& out) {
+    require(rows.ndim() >= 1 && dim >= 1 && block >= 1 && dim % block == 0, "rows, dim, block");
+    const int64_t row_bytes = rows.shape(rows.ndim() - 1);
+    constexpr int64_t VALUE_BITS[] = {16, 16, 32, 8, 8, 4}, SCALE_BYTES[] = {0, 1, 2};
+    require(0 <= values && values < 6 && 0 <= scales && scales < 3, "values, scales");
+    require(dim * VALUE_BITS[values] % 8 == 0 && row_bytes == dim * VALUE_BITS[values] / 8 + dim / block * SCALE_BYTES[scales], "row_bytes");
+    const int64_t count = rows.size() / row_bytes;
+    require(out.size() == count * dim, "out");
+    const tk::RowFormat format{static_cast<tk::ValueType>(values), static_cast<tk::ScaleType>(scales), row_bytes, dim, block};
+    const auto* const source = reinterpret_cast<const std::byte*>(rows.data());
+    float* const target = out.mutable_data();
+    const py::gil_scoped_release released;
+    tk::dequantise(format, source, count, target);
+}
+
 uint32_t crc32c(const Array<uint8_t>& data, uint32_t crc) {
     const auto* const bytes = reinterpret_cast<const std::byte*>(data.data());
     const auto size = static_cast<size_t>(data.size());
@@ -132,5 +148,6 @@ PYBIND11_MODULE(_native, module) {
     module.def("gather_rows", &gather_rows, exact("table"), exact("rows"), exact("out"));
     module.def("lookup", &lookup, py::arg("plan"), exact("table"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
                exact("lookback_dead"), exact("out"));
+    module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), exact("rows"), exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
 }

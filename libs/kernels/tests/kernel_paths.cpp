@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../include/treadle/kernels/crc32c.hpp"
+#include "../include/treadle/kernels/dequantise.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
 
 using namespace treadle::kernels;
@@ -94,6 +95,39 @@ void compare_gathers(int64_t row_bytes) {
     }
 }
 
+void compare_dequantised(ValueType values, int64_t value_bits, ScaleType scales, int64_t dim, int64_t block) {
+    const int64_t value_bytes = dim * value_bits / 8;
+    const int64_t scale_bytes = scales == ScaleType::none ? 0 : dim / block * (scales == ScaleType::ue8m0 ? 1 : 2);
+    const RowFormat format{values, scales, value_bytes + scale_bytes, dim, block};
+    for (const int64_t count : {0, 1, 7}) {
+        std::vector<std::byte> rows(static_cast<size_t>(count * format.row_bytes));
+        for (auto& byte : rows) byte = static_cast<std::byte>(random_words());
+        const auto read = [&](auto&& dequantise_rows) {
+            std::vector<float> out(static_cast<size_t>(count * dim));
+            dequantise_rows(format, rows.data(), count, out.data());
+            std::vector<uint32_t> bits;
+            for (const float value : out) bits.push_back(value != value ? 0x7fc00000u : std::bit_cast<uint32_t>(value));
+            return bits;
+        };
+        const std::vector<uint32_t> expected = read(detail::dequantise_baseline);
+        require(read(dequantise) == expected, "dequantise");
+        if (detail::cpu_has_avx2()) require(read(detail::dequantise_avx2) == expected, "dequantise_avx2");
+        if (detail::cpu_has_avx512()) require(read(detail::dequantise_avx512) == expected, "dequantise_avx512");
+    }
+}
+
+void compare_dequantised_formats() {
+    const int64_t value_bits[] = {16, 16, 32, 8, 8, 4};
+    for (int type = 0; type < 6; ++type) {
+        for (const ScaleType scales : {ScaleType::none, ScaleType::ue8m0, ScaleType::fp16}) {
+            for (const int64_t block : {1, 3, 5, 16, 32, 100}) {
+                compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 2 * block, block);
+                compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 6 * block, block);
+            }
+        }
+    }
+}
+
 void compare_checksums() {
     std::vector<std::byte> data(40'000);
     for (auto& byte : data) byte = static_cast<std::byte>(random_words());
@@ -120,6 +154,7 @@ int main() {
     for (int64_t row_bytes = 16; row_bytes <= 4096; row_bytes += row_bytes < 400 ? 1 : 97) compare_gathers(row_bytes);
     compare_gathers(4096);
     compare_checksums();
+    compare_dequantised_formats();
     std::printf("same: plain baseline%s%s%s\n", detail::cpu_has_avx2() ? " avx2" : "", detail::cpu_has_avx512() ? " avx512" : "",
                 detail::cpu_has_crc32c() ? " crc32" : "");
 }

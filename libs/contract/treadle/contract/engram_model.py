@@ -22,7 +22,11 @@ ROW_BYTES_MIN, ROW_BYTES_MAX = 16, 4096  # what the gather kernel takes
 LAYERS_MAX, COLUMNS_MAX, ORDER_MAX = 64, 256, 16
 ROWS_MAX = 1 << 40  # rows of one table: offsets in bytes stay below 2^63 at ROW_BYTES_MAX
 MANIFEST_BYTES_MAX = 1 << 20  # a manifest fits one gRPC message
-VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "u8": 1}  # by RowLayout.dtype
+CARD_BYTES_MAX = 256 << 10  # what a grown memory says of its origin; it travels with every open
+FUSION_BYTES_MAX = 1 << 30  # fusion weights; two layers of a 16,384-wide model with 1,024 inputs take 134 MB in bf16
+VALUE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8_e4m3": 8, "u8": 8, "int4": 4}  # by RowLayout.dtype
+SCALE_BYTES = {"ue8m0": 1, "fp16": 2}  # by Scale.dtype
+PRECISIONS = ("bf16", "fp8", "int4")  # what `row_layout` knows
 
 
 class Family(StrEnum):
@@ -35,7 +39,10 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Scales packed inline behind a row's values: one for each `block` values, `dtype` ue8m0 (1 byte, 2^(b-127))."""
+    """Scales packed inline behind a row's values: one for each `block` values, which it multiplies.
+
+    dtype: ue8m0 (1 byte, 2^(b-127)) or fp16 (2 bytes, little-endian)
+    """
 
     dtype: str
     block: int
@@ -43,7 +50,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How `bytes` opaque bytes are read by the engine: `dim` values of `dtype`, then inline scales if any."""
+    """How `bytes` opaque bytes are read by the engine: `dim` values of `dtype`, little-endian, then inline scales if any.
+
+    dtype: bf16, fp16, fp32, fp8_e4m3, u8, or int4: two values a byte, the low nibble first, two's complement (-8 to 7)
+    """
 
     bytes: int
     dim: int
@@ -52,22 +62,45 @@ class RowLayout:
 
     def __post_init__(self) -> None:
         _expect(
-            isinstance(self.dtype, str) and self.dtype in VALUE_BYTES,
-            f"row.dtype: one of {sorted(VALUE_BYTES)}, got {self.dtype!r}",
+            isinstance(self.dtype, str) and self.dtype in VALUE_BITS,
+            f"row.dtype: one of {sorted(VALUE_BITS)}, got {self.dtype!r}",
         )
         _expect(
             _is_int(self.bytes, ROW_BYTES_MIN, ROW_BYTES_MAX), f"row.bytes: {ROW_BYTES_MIN} to {ROW_BYTES_MAX}, got {self.bytes!r}"
         )
         _expect(_is_int(self.dim, 1, ROW_BYTES_MAX), f"row.dim: 1 to {ROW_BYTES_MAX}, got {self.dim!r}")
-        scale_bytes = 0
+        _expect(self.dim * VALUE_BITS[self.dtype] % 8 == 0, f"row.dim: two {self.dtype} values share a byte: even, got {self.dim}")
         if self.scale is not None:
-            _expect(self.scale.dtype == "ue8m0", f"row.scale.dtype: ue8m0, got {self.scale.dtype!r}")
+            known = isinstance(self.scale.dtype, str) and self.scale.dtype in SCALE_BYTES
+            _expect(known, f"row.scale.dtype: one of {sorted(SCALE_BYTES)}, got {self.scale.dtype!r}")
             _expect(
                 _is_int(self.scale.block, 1, self.dim) and self.dim % self.scale.block == 0, "row.scale.block: must divide row.dim"
             )
-            scale_bytes = self.dim // self.scale.block
-        needed = self.dim * VALUE_BYTES[self.dtype] + scale_bytes
+        needed = self.value_bytes + self.scale_bytes
         _expect(self.bytes == needed, f"row.bytes: {self.dim} x {self.dtype} with its scales is {needed} bytes, not {self.bytes}")
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of the values of a row, its scales not counted."""
+        return self.dim * VALUE_BITS[self.dtype] // 8
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of a row; 0 without."""
+        return 0 if self.scale is None else self.dim // self.scale.block * SCALE_BYTES[self.scale.dtype]
+
+
+def row_layout(precision: str, dim: int) -> RowLayout:
+    """The layout of grown rows: bf16 (2 dim bytes), fp8 (e4m3) or int4 with one fp16 scale a row (dim + 2, dim / 2 + 2 bytes).
+
+    Raises InvalidArgument for another precision, or a dim that makes no row.
+    """
+    _expect(isinstance(precision, str) and precision in PRECISIONS, f"precision: one of {list(PRECISIONS)}, got {precision!r}")
+    _expect(_is_int(dim, 1, ROW_BYTES_MAX), f"dim: 1 to {ROW_BYTES_MAX}, got {dim!r}")
+    if precision == "bf16":
+        return RowLayout(2 * dim, dim, "bf16")
+    dtype = "fp8_e4m3" if precision == "fp8" else "int4"
+    return RowLayout(dim * VALUE_BITS[dtype] // 8 + SCALE_BYTES["fp16"], dim, dtype, Scale("fp16", dim))
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,16 +53,21 @@ def demo_model(
 
 def deepseek_v41_model(
     name: str, *, token_map: str, pad_id: int, compressed_vocab_size: int = 99_092, layers: Sequence[int] = (1, 14),
-    prime_base: int = 16_000_000, order_max: int = 4, heads: int = 8, head_dim: int = 256, fusion: Fusion | None = None,
+    prime_base: int = 16_000_000, order_max: int = 4, orders: Sequence[int] | None = None, heads: int = 8, head_dim: int = 256,
+    row: RowLayout | None = None, fusion: Fusion | None = None, seed: int = 0,
 ) -> EngramModel:  # fmt: skip
-    """A template of the `deepseek-v4.1` family: FP8 values and ue8m0 scales in 264-byte rows by default."""
-    orders = tuple(range(2, order_max + 1))
+    """A template of the `deepseek-v4.1` family: FP8 values and ue8m0 scales in 264-byte rows by default.
+
+    orders: n-gram orders, rising; None: 2 to `order_max`        row: another layout; `head_dim` is then not read
+    seed:   of the multipliers; DeepSeek's is 0
+    """
+    orders = tuple(range(2, order_max + 1) if orders is None else orders)
+    row = row or RowLayout(head_dim + head_dim // 32, head_dim, "fp8_e4m3", Scale("ue8m0", 32))
     return EngramModel(
         name=name, family=Family.DEEPSEEK_V41, layers=tuple(layers), orders=orders, heads=heads,
         primes=head_primes([prime_base] * len(orders), len(layers), heads),
-        multipliers=tuple(hash_multipliers(compressed_vocab_size, layer, order_max) for layer in layers),
-        pad_id=pad_id, row=RowLayout(head_dim + head_dim // 32, head_dim, "fp8_e4m3", Scale("ue8m0", 32)),
-        compressed_vocab_size=compressed_vocab_size, token_map=token_map, fusion=fusion,
+        multipliers=tuple(hash_multipliers(compressed_vocab_size, layer, max(orders), seed) for layer in layers),
+        pad_id=pad_id, row=row, compressed_vocab_size=compressed_vocab_size, token_map=token_map, fusion=fusion,
     )  # fmt: skip
 
 

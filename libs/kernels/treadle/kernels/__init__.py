@@ -1,6 +1,6 @@
-"""Leaf kernels: n-gram hash, gather, fused lookup, CRC32C; native where the extension was built, numpy elsewhere.
+"""Leaf kernels: n-gram hash, gather, fused lookup, reading rows as numbers, CRC32C; native where built, numpy elsewhere.
 
-Owns loops over arrays and segment files (`treadle.kernels.segment`). No threads, no sockets, no knowledge of services.
+Owns loops over arrays and segment files (`treadle.kernels.segment`). `quantise`, which writes rows offline, is numpy alone. No threads, no sockets, no knowledge of services.
 `TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
 """
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from treadle.contract import InvalidArgument
 from treadle.kernels.hash_plan import HashPlan
+from treadle.kernels.quantise import quantise
 
-__all__ = ["IMPLEMENTATION", "HashPlan", "crc32c", "gather_rows", "lookup", "row_ids"]
+__all__ = ["IMPLEMENTATION", "HashPlan", "crc32c", "dequantise", "gather_rows", "lookup", "quantise", "row_ids"]
 
 
 def _chosen() -> Literal["native", "numpy"]:
@@ -35,6 +36,6 @@ def _chosen() -> Literal["native", "numpy"]:
 IMPLEMENTATION: Literal["native", "numpy"] = _chosen()
 
 if TYPE_CHECKING or IMPLEMENTATION == "numpy":
-    from treadle.kernels.reference import crc32c, gather_rows, lookup, row_ids
+    from treadle.kernels.reference import crc32c, dequantise, gather_rows, lookup, row_ids
 else:
-    from treadle.kernels.native import crc32c, gather_rows, lookup, row_ids
+    from treadle.kernels.native import crc32c, dequantise, gather_rows, lookup, row_ids

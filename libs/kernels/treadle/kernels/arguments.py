@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import InvalidArgument, RowOutOfRange, Windows
+from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Windows
 from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.kernels.hash_plan import HashPlan
 
-_INT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint8)
+_INT64, _UINT8, _FLOAT32 = np.dtype(np.int64), np.dtype(np.uint8), np.dtype(np.float32)
 
 
 def check_lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
@@ -54,6 +54,18 @@ def row_ids_out(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None)
     if out is None:
         return np.empty(shape, dtype=np.int64)
     check_array("out", out, _INT64, shape, writeable=True)
+    return out
+
+
+def dequantise_out(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    """`out` itself if it fits `rows` [..., layout.bytes], a new [..., layout.dim] fp32 for None. Raises InvalidArgument."""
+    check_array("rows", rows, _UINT8, None)
+    if rows.ndim < 1 or rows.shape[-1] != layout.bytes:
+        raise InvalidArgument(f"rows: uint8 [..., {layout.bytes}] expected, got {_described(rows)}")
+    shape = (*rows.shape[:-1], layout.dim)
+    if out is None:
+        return np.empty(shape, dtype=np.float32)
+    check_array("out", out, _FLOAT32, shape, writeable=True)
     return out
 
 

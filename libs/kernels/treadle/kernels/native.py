@@ -10,14 +10,16 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Family, Windows
+from treadle.contract import Family, RowLayout, Windows
 from treadle.kernels import _native, arguments
 from treadle.kernels.crc_reference import BytesLike, flat_bytes
 from treadle.kernels.hash_plan import HashPlan
 
-__all__ = ["crc32c", "gather_rows", "lookup", "row_ids"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids"]
 
 _FAMILY = {Family.DEMO: 0, Family.DEEPSEEK_V41: 1, Family.QWEN_PLE: 2}  # the header's enum
+_VALUES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3, "u8": 4, "int4": 5}  # likewise
+_SCALES = {"ue8m0": 1, "fp16": 2}  # 0: none
 _plans: WeakKeyDictionary[HashPlan, _native.Plan] = WeakKeyDictionary()
 
 
@@ -47,6 +49,15 @@ def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDAr
         _native_plan(plan), table, windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
     ):
         arguments.check_tokens(plan, windows)  # finds it again and names it
+
+
+def dequantise(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """Read rows as numbers; see `dequantise_reference.dequantise`."""
+    out = arguments.dequantise_out(rows, layout, out)
+    scale = layout.scale
+    scales, block = (0, layout.dim) if scale is None else (_SCALES[scale.dtype], scale.block)
+    _native.dequantise(_VALUES[layout.dtype], scales, layout.dim, block, rows, out)
+    return out
 
 
 def crc32c(data: BytesLike, crc: int = 0) -> int:

@@ -72,6 +72,9 @@ inline int64_t first_out_of_range(const int64_t* rows, int64_t count, int64_t ro
 // out[i] = table[rows[i]], each `row_bytes` long. The ids were validated by the caller; `out` does not overlap the table.
 inline void gather(const std::byte* table, int64_t row_bytes, const int64_t* rows, int64_t count, std::byte* out) {
     switch (row_bytes) {
+        case 18: return detail::gather_rows<18>(table, row_bytes, rows, count, out);
+        case 34: return detail::gather_rows<34>(table, row_bytes, rows, count, out);
+        case 64: return detail::gather_rows<64>(table, row_bytes, rows, count, out);
         case 128: return detail::gather_rows<128>(table, row_bytes, rows, count, out);
         case 160: return detail::gather_rows<160>(table, row_bytes, rows, count, out);
         case 256: return detail::gather_rows<256>(table, row_bytes, rows, count, out);
