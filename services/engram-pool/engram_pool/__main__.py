@@ -11,10 +11,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
@@ -76,13 +78,16 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
-        holds_max=settings.holds_max, reap_grace_seconds=settings.reap_grace_seconds,
+        holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
     )  # fmt: skip
-    loader = Loader(pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir))
+    loader = Loader(
+        pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
+        partial(open_grown, allowed_folder=settings.checkpoint_dir),
+    )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
     meters.observe(pool)
     return pool, EngramPoolServer(
-        pool, loader, gathering, segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
+        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
     )  # fmt: skip
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
-from engram_pool.domain.loading import CheckpointOrder, Loader, LoadOrder, RandomOrder
+from engram_pool.domain.loading import CheckpointOrder, GrownOrder, Loader, LoadOrder, RandomOrder
 from engram_pool.domain.pool import Listed, Pool
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.windows_bytes import read_ids, read_windows
@@ -33,9 +34,10 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     """The RPCs. Exceptions become statuses in the chassis, by STATUS."""
 
     def __init__(
-        self, pool: Pool, loader: Loader, gathering: Gathering, *, segment_dir: Path, gather_seconds_max: float, build_version: str
-    ) -> None:
-        self._pool, self._loader, self._gathering = pool, loader, gathering
+        self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, *, segment_dir: Path, gather_seconds_max: float,
+        build_version: str,
+    ) -> None:  # fmt: skip
+        self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
@@ -66,7 +68,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path),
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -113,6 +115,21 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             async for progress in events:
                 yield pb.VerifyModelResponse(progress=_progress(progress))
 
+    async def PromoteModel(self, request: pb.PromoteModelRequest, context: Context) -> pb.PromoteModelResponse:  # noqa: N802
+        """Make a version current."""
+        resident, previous = await self._pool.promote(request.ref.model, request.ref.version)
+        (listed,) = await self._pool.with_readers([resident])
+        return pb.PromoteModelResponse(model=_model(listed), previous_version=previous)
+
+    async def ReadFusion(self, request: pb.ReadFusionRequest, context: Context) -> AsyncIterator[pb.ReadFusionResponse]:  # noqa: N802
+        """Fusion weights of a version."""
+        deadline, first = self._deadline(context), True
+        pieces = self._fusion.read(request.ref.model, request.ref.version, deadline)
+        async with _bounded(deadline), aclosing(pieces):
+            async for bytes_total, piece in pieces:
+                yield pb.ReadFusionResponse(data=piece, bytes_total=bytes_total if first else 0)
+                first = False
+
     async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
         """Take a version, or all of a model, off the list."""
         removal = await self._pool.remove(request.ref.model, request.ref.version)
@@ -152,15 +169,19 @@ async def _bounded(deadline: Deadline) -> AsyncIterator[None]:
 
 
 def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
-    source: CheckpointOrder | RandomOrder
+    source: CheckpointOrder | RandomOrder | GrownOrder
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
         source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
     elif request.WhichOneof("source") == "random":
         source = RandomOrder(request.random.seed)
+    elif request.WhichOneof("source") == "grown":
+        if not request.grown.path:
+            raise InvalidArgument("grown.path: a folder on the pool's host")
+        source = GrownOrder(Path(request.grown.path), request.grown.name)
     else:
-        raise InvalidArgument("source: checkpoint or random")
+        raise InvalidArgument("source: checkpoint, random or grown")
     return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous)
 
 

@@ -34,7 +34,9 @@ class Settings(ServerSettings):
     keep_segments: bool = True
     """Leave segments in memory when the pool stops, for its readers and its next start; false: delete what nobody reads."""
     checkpoint_dir: Path | None = None
-    """Load checkpoints from below this folder only; none: from wherever the pool may read."""
+    """Load checkpoints and grown folders from below this folder only; none: from wherever the pool may read."""
+    versions_kept_max: int = 2
+    """Most versions of a model kept beside the current one by loads that keep the previous; beyond it the oldest go."""
     gathers_max: int = 64
     """Most Gather and Lookup calls at once; more are refused with RESOURCE_EXHAUSTED."""
     gather_seconds_max: float = 30.0
@@ -56,6 +58,8 @@ class Settings(ServerSettings):
         ServerSettings.__post_init__(self)
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
+        if not 0 <= self.versions_kept_max <= 64:
+            raise WrongSetting(f"versions_kept_max is 0 to 64, got {self.versions_kept_max}")
         if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
         if not 0 <= self.reap_grace_seconds <= 3600:

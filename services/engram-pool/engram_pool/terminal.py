@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from treadle.client.engram.pool_types import Progress, ResidentModel
+    from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
 VERSION_DIGITS = 12  # of a version, in tables: enough to tell any two apart
@@ -46,6 +46,19 @@ def print_loaded(loaded: ResidentModel, seconds: float, as_json: bool) -> None:
         )
 
 
+def print_promoted(promoted: Promoted, as_json: bool) -> None:
+    """What is current now, and what was."""
+    now, before = promoted.now, promoted.previous_version
+    if as_json:
+        print_json(model_document(now) | {"previous_version": before})
+    elif now.version == before:
+        print_line(f"{now.model.name}: {now.version[:VERSION_DIGITS]} is current already")
+    else:
+        print_line(
+            f"{now.model.name}: {now.version[:VERSION_DIGITS]} is current now; {before[:VERSION_DIGITS] or 'no version'} was before"
+        )
+
+
 def model_document(model: ResidentModel) -> dict[str, Any]:
     """A version as JSON values."""
     return {
@@ -65,7 +78,7 @@ def model_line(model: ResidentModel) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def print_table(columns: tuple[str, ...], lines: list[tuple[str, ...]], *, empty: str) -> None:
+def print_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], *, empty: str) -> None:
     """A table on standard output; `empty` where it has no lines."""
     from rich import box
     from rich.console import Console

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ import pytest
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
+from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
@@ -38,10 +40,13 @@ from engram_pool.domain.room import LIST_BYTES_MAX
 from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
 from treadle.client import Fabric
-from treadle.contract import EngramModel, RowLayout
+from treadle.contract import EngramModel, Fusion, RowLayout, Table
+from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
+from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
+from treadle.kernels import quantise
 
 PATIENCE_SECONDS = 20.0  # for what takes milliseconds on a quiet machine
 
@@ -162,6 +167,62 @@ def v41_checkpoint(tmp_path: Path, v41: EngramModel) -> V41Checkpoint:
     return V41Checkpoint(folder, config, packed)
 
 
+# -- grown folders ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A folder as growing writes it, and what is in it."""
+
+    path: Path
+    model: EngramModel
+    tables: dict[int, NDArray[np.uint8]]
+    fusion: bytes
+    card: dict[str, Any]
+
+
+Grow = Callable[..., Grown]
+
+
+@pytest.fixture
+def grow(tmp_path: Path, token_map: NDArray[np.int32]) -> Grow:
+    """`grow(seed)`: a small memory named kjv; the rows, weights and card depend on the seed."""
+
+    def make(seed: int = 0, *, name: str = "kjv", fusion_bytes: int = 3_000, precision: str = "int4") -> Grown:
+        chance, layout = np.random.default_rng(seed), row_layout(precision, 32)
+        template = deepseek_v41_model(
+            name, token_map=digest_of(token_map), compressed_vocab_size=400, pad_id=2, layers=(1, 3), prime_base=100, orders=(2, 3),
+            row=layout, fusion=Fusion("v4.1"),
+        )  # fmt: skip
+        tables = {
+            layer: quantise(chance.standard_normal((template.rows_hashed(layer), 32), dtype=np.float32), layout)
+            for layer in template.layers
+        }
+        fusion, card = chance.bytes(fusion_bytes), {"schema": "treadle.engram-card/1", "seed": seed, "perplexity": 14.01}
+        model = replace(template, fusion=Fusion("v4.1", hashlib.sha256(fusion).hexdigest())).with_tables(
+            {layer: Table(len(rows), table_version(len(rows), layout.bytes, chunk_digests(rows))) for layer, rows in tables.items()}
+        )
+        path = tmp_path / "grown" / f"{name}-{seed}"
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "manifest.json").write_bytes(model.to_json())
+        (path / "fusion.safetensors").write_bytes(fusion)
+        (path / "card.json").write_text(json.dumps(card))
+        write_safetensors(path / "rows.safetensors", grown_tensors(tables, token_map))
+        return Grown(path, model, tables, fusion, card)
+
+    return make
+
+
+def grown_tensors(tables: Mapping[int, NDArray[np.uint8]], token_map: NDArray[np.int32]) -> dict[str, TensorData]:
+    rows: dict[str, TensorData] = {f"{layer}.rows": ("U8", rows.shape, rows.tobytes()) for layer, rows in tables.items()}
+    return rows | {"token_map": ("I32", token_map.shape, token_map.tobytes())}
+
+
+def chunk_digests(rows: NDArray[np.uint8]) -> list[bytes]:
+    data = rows.tobytes()
+    return [hashlib.sha256(data[first : first + CHUNK_BYTES]).digest() for first in range(0, len(data), CHUNK_BYTES)]
+
+
 # -- pools ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +235,8 @@ class Meters:
     loaded_bytes: int = 0
     corrupt_segments: int = 0
     left_versions: int = 0
+    promotes: int = 0
+    fusion_bytes: int = 0
 
     def load_ended(self, outcome: str) -> None:
         self.loads.append(outcome)
@@ -189,6 +252,12 @@ class Meters:
 
     def left(self, versions: int) -> None:
         self.left_versions += versions
+
+    def promoted(self) -> None:
+        self.promotes += 1
+
+    def fusion_read(self, byte_count: int) -> None:
+        self.fusion_bytes += byte_count
 
 
 @dataclass
@@ -246,23 +315,27 @@ def serve(tmp_path: Path) -> Serve:
 async def _serve(
     default_folder: Path, *, folder: Path | None = None, table_bytes_max: int = 0, watchers_max: int = 4, gathers_max: int = 8,
     list_bytes_max: int = LIST_BYTES_MAX, keep_segments: bool = True, checksums: bool = True, checkpoint_dir: Path | None = None,
-    holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0,
+    holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0, versions_kept_max: int = 2,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
     pool = Pool(
         store, compute, meters, table_bytes_max=table_bytes_max, watchers_max=watchers_max, list_bytes_max=list_bytes_max,
-        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds,
+        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds, versions_kept_max=versions_kept_max,
     )  # fmt: skip
-    loader = Loader(pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir))
+    loader = Loader(
+        pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir),
+        partial(open_grown, allowed_folder=checkpoint_dir),
+    )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
     meters.observe(pool)
     await pool.start(checksums=checksums)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
-        pool, loader, gathering, segment_dir=store.folder, gather_seconds_max=gather_seconds_max, build_version="test"
-    )
+        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder,
+        gather_seconds_max=gather_seconds_max, build_version="test",
+    )  # fmt: skip
     register(server, rpcs)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

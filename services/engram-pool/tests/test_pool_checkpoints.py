@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from treadle.contract import EngramModel, RowLayout
+from treadle.contract.engram_model import row_layout
 from treadle.contract.families import head_primes, qwen_ple_model
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
@@ -147,6 +148,22 @@ async def test_plain_tensors_are_taken_as_they_are(
     async with serve() as served:
         await load(served, order(tmp_path / "x.safetensors", model, None, _0_rows="ple.table"))
         assert table(served, "plain", 0).tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize(("precision", "dtype", "width"), [("fp8", "F8_E4M3", 32), ("int4", "U8", 16)])
+async def test_fp16_scales_are_packed_behind_their_values(
+    write_tensors: WriteSafetensors, serve: Serve, tmp_path: Path, precision: str, dtype: str, width: int
+) -> None:
+    model = qwen_ple_model("plain", prime_base=100, row=row_layout(precision, 32))
+    rows, chance = model.rows_hashed(0), np.random.default_rng(1)
+    values, scales = chance.integers(0, 100, (rows, width), dtype=np.uint8), chance.random((rows, 1)).astype("<f2")
+    tensors = {"t.values": (dtype, values.shape, values.tobytes()), "t.scales": ("F16", scales.shape, scales.tobytes())}
+    write_tensors(tmp_path / "x.safetensors", tensors)
+    async with serve() as served:
+        wrong = order(tmp_path / "x.safetensors", model, None, _0_rows="t.values", _0_scale="t.values")
+        assert "0.scale: F16" in await refused(served, wrong, grpc.StatusCode.INVALID_ARGUMENT)
+        await load(served, order(tmp_path / "x.safetensors", model, None, _0_rows="t.values", _0_scale="t.scales"))
+        assert np.array_equal(table(served, "plain", 0), np.hstack([values, scales.view(np.uint8)]))
 
 
 async def test_numbered_pieces_in_several_files_are_joined_in_order(

@@ -16,7 +16,7 @@ from engram_pool.commands import app
 from treadle.contract import DataLoss, EngramModel, FingerprintMismatch, InvalidArgument, NotFound, TreadleError
 
 if TYPE_CHECKING:
-    from tests.conftest import Process, StartPool, V41Checkpoint
+    from tests.conftest import Grow, Process, StartPool, V41Checkpoint
 
 Run = Callable[..., Any]
 
@@ -139,11 +139,15 @@ def test_a_checkpoint_brings_its_own_tokenizer_or_the_refusal_says_what_to_give(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("load",), "either --checkpoint PATH or --random"),
-        (("load", "--random", "--checkpoint", "x"), "either --checkpoint PATH or --random"),
+        (("load",), "one of --grown FOLDER, --checkpoint PATH and --random"),
+        (("load", "--random", "--checkpoint", "x"), "one of --grown FOLDER, --checkpoint PATH and --random"),
         (("load", "--random"), "need --manifest"),
         (("load", "--random", "--map", "a=b"), "--map names tensors"),
         (("load", "--random", "--profile", "smollm2-demo"), "needs --tokenizer"),
+        (("load", "--grown", "x", "--random"), "one of --grown"),
+        (("load", "--grown", "x", "--tokenizer", "y"), "brings its own"),
+        (("load", "--grown", "x", "--map", "0.rows=y"), "grown and random rows have none"),
+        (("promote", "x", ""), "rollback x"),
         (("load", "--random", "--profile", "x", "--manifest", "y"), "not both"),
         (("load", "--random", "--manifest", "x", "--tokenizer", "y", "--token-map", "z"), "not both"),
     ],
@@ -199,3 +203,31 @@ def test_a_pool_with_a_key_wants_to_see_it(start_pool: StartPool, tmp_path: Path
         refused = CliRunner().invoke(app, ["ls", "--pool", process.address])
         assert type(refused.exception).__name__ == "AccessDenied"
         assert CliRunner().invoke(app, ["ls", "--pool", process.address, "--api-key-file", str(keys)]).exit_code == 0
+
+
+def test_a_grown_memory_is_loaded_promoted_and_rolled_back(run: Run, grow: Grow) -> None:
+    old, new = grow(1), grow(2)
+    loaded = document(run("load", "--grown", old.path, "--json"))
+    assert (loaded["model"], loaded["version"], loaded["row_bytes"]) == ("kjv", old.model.version, 18)
+    run("load", "--grown", new.path)
+    assert [model["current"] for model in document(run("ls", "--json"))] == [True, False]
+    back = document(run("rollback", "kjv", "--json"))
+    assert (back["version"], back["current"], back["previous_version"]) == (old.model.version, True, new.model.version)
+    forward = run("promote", "kjv", new.model.version[:9])
+    assert f"{new.model.version[:12]} is current now; {old.model.version[:12]} was before" in forward.stdout
+    assert "is current already" in run("promote", "kjv", new.model.version).stdout
+    assert document(run("promote", "kjv", old.model.version, "--json"))["previous_version"] == new.model.version
+    with pytest.raises(NotFound, match="no version 'abcdef'"):
+        run("promote", "kjv", "abcdef")
+    with pytest.raises(NotFound, match="no model 'bible'"):
+        run("rollback", "bible")
+
+
+def test_a_grown_memory_takes_another_name_and_replaces_where_that_is_asked(run: Run, grow: Grow) -> None:
+    assert document(run("load", "bible", "--grown", grow(1).path, "--json"))["model"] == "bible"
+    run("load", "bible", "--grown", grow(2).path, "--no-keep-previous")
+    spoilt = grow(3).path
+    (spoilt / "card.json").unlink()
+    with pytest.raises(NotFound, match=r"card\.json is missing"):
+        run("load", "--grown", spoilt)
+    assert {model["model"] for model in document(run("ls", "--json"))} == {"bible"}

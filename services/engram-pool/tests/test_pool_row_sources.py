@@ -7,6 +7,7 @@ import pytest
 
 from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, make_sane
 from treadle.contract import EngramModel, RowLayout, Scale
+from treadle.contract.engram_model import row_layout
 
 
 def rows_of(model: EngramModel, seed: int, first: int, count: int, layer: int = 0) -> np.ndarray:
@@ -51,6 +52,15 @@ def test_random_fp8_rows_hold_no_nan_and_scales_near_one() -> None:
     assert not np.isin(rows[:, :256], (0x7F, 0xFF)).any()
     assert len(np.unique(rows[:, :256])) == 128
     assert (rows[:, 256:].min(), rows[:, 256:].max()) == (120, 127)
+
+
+def test_random_int4_rows_have_fp16_scales_above_zero() -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (4096, 18), dtype=np.uint8)
+    values = rows[:, :16].copy()
+    make_sane(rows, row_layout("int4", 32))
+    assert np.array_equal(rows[:, :16], values)
+    scales = np.ascontiguousarray(rows[:, 16:]).view("<f2")
+    assert (scales.min() >= 2**-7, scales.max() < 2**-3) == (True, True)
 
 
 def test_opaque_bytes_stay_as_they_are() -> None:

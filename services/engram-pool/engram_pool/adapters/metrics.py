@@ -36,7 +36,8 @@ class PrometheusMeters:
             "Segments found corrupt or torn, one for each version: the first ends its check",
             registry=registry,
         )
-
+        self._promotes = Counter("treadle_engram_promotes", "Versions made current by name", registry=registry)
+        self._fusion_bytes = Counter("treadle_engram_fusion_bytes", "Bytes of fusion weights handed out", registry=registry)
         self._left = Counter(
             "treadle_engram_versions_left",
             "Versions left unserved at a start, as they could not be read then or by this release",
@@ -45,7 +46,12 @@ class PrometheusMeters:
 
     def observe(self, pool: Pool) -> None:
         """Export the state of `pool`."""
-        gauge = Gauge("treadle_engram_table_bytes", "Bytes of segments, by tier", ["tier"], registry=self._registry)
+        gauge = Gauge(
+            "treadle_engram_table_bytes",
+            "Bytes of segments and what is kept beside them, by tier",
+            ["tier"],
+            registry=self._registry,
+        )
         gauge.labels("memory" if pool.in_memory else "disk").set_function(lambda: pool.table_bytes)
         gauge.labels("corrupt").set_function(lambda: pool.set_aside_bytes)
         for name, text, read in (
@@ -77,3 +83,11 @@ class PrometheusMeters:
     def left(self, versions: int) -> None:
         """Count versions left unserved at a start."""
         self._left.inc(versions)
+
+    def promoted(self) -> None:
+        """Count a version made current by name."""
+        self._promotes.inc()
+
+    def fusion_read(self, byte_count: int) -> None:
+        """Count bytes of fusion weights handed out."""
+        self._fusion_bytes.inc(byte_count)

@@ -64,7 +64,7 @@ class SafetensorsCheckpoint:
         self._descriptors.clear()
 
     def _take_in(self, file: Path) -> None:
-        descriptor = _open_plain(file)
+        descriptor = open_plain(file)
         self._descriptors.append(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         header, data_start = _read_header(file, descriptor)
@@ -86,7 +86,7 @@ def open_checkpoint(path: Path, *, allowed_folder: Path | None = None) -> Safete
     Raises NotFound if there is nothing, DataLoss for a torn file, InvalidArgument for a file of another kind.
     """
     try:
-        resolved = _resolved(path, allowed_folder)
+        resolved = resolved_below(path, allowed_folder)
         if resolved.is_dir():
             files = sorted(file for file in resolved.iterdir() if file.name.endswith(".safetensors"))
             folder = resolved
@@ -96,22 +96,23 @@ def open_checkpoint(path: Path, *, allowed_folder: Path | None = None) -> Safete
             raise NotFound(f"{path} holds no *.safetensors")
         if len(files) > FILES_MAX:
             raise InvalidArgument(f"{path} holds {len(files)} files, the limit is {FILES_MAX}")
-        files = [_resolved(file, allowed_folder) for file in files]
-        return SafetensorsCheckpoint(folder.name, files, _read_config(_resolved(folder / "config.json", allowed_folder)))
+        files = [resolved_below(file, allowed_folder) for file in files]
+        return SafetensorsCheckpoint(folder.name, files, _read_config(resolved_below(folder / "config.json", allowed_folder)))
     except FileNotFoundError as error:
         raise NotFound(f"no file or folder {path} on the pool's host") from error
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _resolved(path: Path, allowed_folder: Path | None) -> Path:
+def resolved_below(path: Path, allowed_folder: Path | None) -> Path:
+    """`path` with links resolved. Raises InvalidArgument if it then lies outside `allowed_folder`."""
     resolved = path.resolve()
     if allowed_folder is not None and not resolved.is_relative_to(allowed_folder.resolve()):
         raise InvalidArgument(f"path: {path} is outside checkpoint_dir {allowed_folder}")
     return resolved
 
 
-def _open_plain(file: Path) -> int:
+def open_plain(file: Path) -> int:
     """Open a plain file; never wait for the other end of a pipe. `file` is resolved: a link that came since is refused."""
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -160,7 +161,7 @@ def _tensor(file: Path, name: str, entry: object, data_bytes: int) -> tuple[Tens
 
 def _read_config(path: Path) -> dict[str, Any] | None:
     try:
-        with os.fdopen(_open_plain(path), "rb") as file:
+        with os.fdopen(open_plain(path), "rb") as file:
             text = file.read(CONFIG_BYTES_MAX + 1)
     except FileNotFoundError:
         return None

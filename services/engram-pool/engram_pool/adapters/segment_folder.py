@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engram_pool.adapters.host_memory import file_system_type, free_bytes, is_memory
+from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
     FOLDER_MODE,
     LOCK_NAME,
@@ -25,8 +26,6 @@ from engram_pool.adapters.version_files import (
     StagedVersion,
     is_real_folder,
     map_version,
-    sync_folder,
-    write_small,
 )
 from engram_pool.adapters.version_locks import count_readers, hold_for_life, locked_alone
 from engram_pool.domain.ports import Adopted, SetAside, Standing, StoredVersion
@@ -88,7 +87,7 @@ class SegmentFolder:
         A version that cannot be read, which says nothing about its bytes, is left as it is: the next start tries again.
         """
         self._sweep()
-        versions, corrupt, current = [], [], {}
+        versions, corrupt, current, before = [], [], {}, {}
         for path in self._version_folders():
             try:
                 versions.append(self._adopt_one(path, checksums=checksums))
@@ -100,17 +99,18 @@ class SegmentFolder:
                 log.error("version cannot be read; left as it is and not served", extra={"path": str(path), "reason": str(error)})
                 self._left.add(path)
         for model in {stored.model.name for stored in versions}:
-            if (version := self._read_current(model)) is not None:
-                current[model] = version
-        return Adopted(versions, corrupt, current, tuple(sorted((path.parent.name, path.name) for path in self._left)))
+            if (known := self._read_current(model)) is not None:
+                current[model], before[model] = known
+        left = tuple(sorted((path.parent.name, path.name) for path in self._left))
+        return Adopted(versions, corrupt, current, left, before)
 
-    def set_current(self, model: str, version: str | None) -> None:
-        """Remember the current version of a model, in one file that is replaced at once."""
+    def set_current(self, model: str, version: str | None, before: Sequence[str]) -> None:
+        """Remember the current version of a model and those before it, in one file that is replaced at once."""
         path = self.folder / model / CURRENT_NAME
         if version is None:
             path.unlink(missing_ok=True)
         else:
-            write_small(path, json.dumps({"version": version}).encode())
+            write_small(path, json.dumps({"version": version, "before": list(before)}).encode())
 
     def set_standing(self, stored: StoredVersion, standing: Standing) -> None:
         """Remember the standing: a version that was replaced or removed stays so after a restart."""
@@ -233,10 +233,15 @@ class SegmentFolder:
         path.rename(target)
         return target
 
-    def _read_current(self, model: str) -> str | None:
+    def _read_current(self, model: str) -> tuple[str, list[str]] | None:
+        """The current version and those before it."""
         try:
             with (self.folder / model / CURRENT_NAME).open("rb") as file:
-                return check_version(json.loads(file.read(CURRENT_BYTES_MAX))["version"])
+                current = json.loads(file.read(CURRENT_BYTES_MAX))
+            before = current.get("before")
+            return check_version(current["version"]), [text for text in before if _is_version(text)] if isinstance(
+                before, list
+            ) else []
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, TreadleError) as error:
@@ -303,8 +308,8 @@ def _is_name(text: str) -> bool:
         return False
 
 
-def _is_version(text: str) -> bool:
+def _is_version(text: object) -> bool:
     try:
-        return bool(check_version(text))
+        return isinstance(text, str) and bool(check_version(text))
     except InvalidArgument:
         return False

@@ -5,20 +5,19 @@ Does not know where versions lie beside each other (segment_folder).
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from engram_pool.adapters.version_locks import FILE_MODE
+from engram_pool.adapters.kept_files import CARD_NAME, FUSION_NAME, KEPT_KEY, read_kept, write_kept
+from engram_pool.adapters.small_files import read_small, write_small
 from engram_pool.domain.ports import Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
-from treadle.contract import DataLoss, EngramModel, InvalidArgument
+from treadle.contract import DataLoss, EngramModel, InvalidArgument, canonical_json
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA
 from treadle.kernels.segment import Segment, SegmentWriter
 
@@ -33,6 +32,7 @@ class StagedVersion:
     def __init__(self, path: Path, put_in_place: Callable[[Path, EngramModel], StoredVersion]) -> None:
         self._path, self._put_in_place = path, put_in_place
         self._writers: dict[int, SegmentWriter] = {}
+        self._kept: dict[str, str] = {}  # name of a file beside the segments -> its sha256
         self._open = ExitStack()
 
     def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None) -> SegmentWriter:
@@ -41,11 +41,23 @@ class StagedVersion:
         self._writers[layer] = self._open.enter_context(writer)
         return writer
 
+    def keep_fusion(self, pieces: Iterable[bytes]) -> str:
+        """Write fusion weights; their sha256. Raises ResourceExhausted if there is no room."""
+        self._kept[FUSION_NAME] = write_kept(self._path / FUSION_NAME, pieces)
+        return self._kept[FUSION_NAME]
+
+    def keep_card(self, card_json: bytes) -> None:
+        """Write the card."""
+        self._kept[CARD_NAME] = write_kept(self._path / CARD_NAME, [card_json])
+
     def commit(self, model: EngramModel) -> StoredVersion:
         """Publish every segment, write the manifest last, and show the version."""
         manifest = model.to_json()
+        common = {"schema": SEGMENT_SCHEMA, "model": manifest.decode()}
+        if self._kept:
+            common[KEPT_KEY] = canonical_json(self._kept).decode()
         for layer, writer in self._writers.items():
-            writer.publish({"schema": SEGMENT_SCHEMA, "model": manifest.decode(), "layer": str(layer)})
+            writer.publish(common | {"layer": str(layer)})
         self._open.close()
         write_small(self._path / LOCK_NAME, b"")
         write_small(self._path / COMMIT_MARKER, manifest)
@@ -73,54 +85,18 @@ def map_version(path: Path) -> StoredVersion:
         for layer in model.layers:
             segments[layer] = segment = opened.enter_context(_map_segment(path / segment_name(layer)))
             _check_segment(segment, model, layer)
+        fusion, card_json = read_kept(path, model, [segment.metadata for segment in segments.values()])
         standing = _read_standing(path / RETIRED_NAME)
         lock_path = path / LOCK_NAME
         if not lock_path.exists():
             write_small(lock_path, b"")
         opened.pop_all()  # the caller's from here on
-    return StoredVersion(model, model.version, segments, lock_path, marker.stat().st_mtime, standing)
+    return StoredVersion(model, model.version, segments, lock_path, marker.stat().st_mtime, standing, fusion, card_json)
 
 
 def segment_name(layer: int) -> str:
     """File name of a layer's table."""
     return f"layer-{layer}.safetensors"
-
-
-def write_small(path: Path, data: bytes) -> None:
-    """Write or replace a file at once: others see the old or the new content, also after a crash."""
-    partial = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fchmod(descriptor, FILE_MODE)  # whatever the umask
-        os.fsync(descriptor)
-    partial.replace(path)
-    sync_folder(path.parent)
-
-
-def read_small(path: Path, bytes_max: int) -> bytes:
-    """Read a file, not through a link. Raises DataLoss if it is missing, a link or larger than `bytes_max`, OSError as it comes."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
-            raise
-        raise DataLoss(f"{path} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(bytes_max + 1)
-    if len(data) > bytes_max:
-        raise DataLoss(f"{path} is larger than {bytes_max} bytes")
-    return data
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder last."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def is_real_folder(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ from engram_pool.domain.ports import Standing, StoredVersion
 from treadle.contract import DataLoss, EngramModel, NotFound, Unavailable
 from treadle.kernels import HashPlan
 
+BEFORE_MAX = 32  # versions of one model remembered as having been current
 NAMES_LISTED_MAX = 16  # a NotFound lists what there is, up to here
 
 
@@ -89,6 +90,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._residents: dict[tuple[str, str], Resident] = {}
         self._current: dict[str, str] = {}
+        self._before: dict[str, list[str]] = {}  # what was current before, the last one first; may name versions that have gone
 
     def add(self, resident: Resident) -> None:
         """Take in a version."""
@@ -126,8 +128,40 @@ class Catalogue:
         """From now on an empty version of `model` means `resident`; None: nothing."""
         if resident is None:
             self._current.pop(model, None)
+            self._before.pop(model, None)
         else:
+            self._before[model] = self.before(model, resident)
             self._current[model] = resident.version
+
+    def remember_before(self, model: str, versions: Sequence[str]) -> None:
+        """Take over, after a start, what was current before; before `make_current`."""
+        self._before[model] = list(versions)
+
+    def before(self, model: str, resident: Resident) -> list[str]:
+        """Listed versions that were current before, the last one first, for when `resident` is current."""
+        known = [self._current.get(model, ""), *self._before.get(model, ())]
+        here = (version for version in dict.fromkeys(known) if version != resident.version)
+        return [version for version in here if (other := self.get(model, version)) is not None and other.listed][:BEFORE_MAX]
+
+    def previous(self, model: str) -> Resident:
+        """The listed version that was current before the present one. Raises NotFound saying what there is."""
+        current = self.find(model, "")
+        for version in self.before(model, current):
+            return self.find(model, version)
+        versions = [other.version for other in self.listed() if other.name == model]
+        raise NotFound(f"{model}: no version was current before {current.version}; name one of {_some(versions)}")
+
+    def kept(self, model: str) -> list[Resident]:
+        """Versions of `model` that nothing has replaced, without the current one: those current last come first, then the newest."""
+        current = self.current(model)
+        before = [] if current is None else self.before(model, current)
+        kept = [other for other in self.all() if other.name == model and other.standing is Standing.SERVED and other is not current]
+
+        def age(other: Resident) -> tuple[int, float]:
+            place = before.index(other.version) if other.version in before else len(before)
+            return place, -other.stored.loaded_at_seconds
+
+        return sorted(kept, key=age)
 
     def newest(self, model: str) -> Resident | None:
         """The version of `model` that came last, of those that nothing has replaced."""
@@ -149,8 +183,8 @@ class Catalogue:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of all segments in memory."""
-        return sum(resident.stored.segment_bytes for resident in self.all())
+        """Bytes of all segments in memory, and of what is kept beside them."""
+        return sum(resident.stored.stored_bytes for resident in self.all())
 
 
 def _some(names: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from engram_pool.domain.ports import Checkpoint, Rows, Tensor, TokenMap
-from engram_pool.domain.tensor_match import LayerTensors, value_bytes
+from engram_pool.domain.tensor_match import LayerTensors
 from treadle.contract import EngramModel
 
 
@@ -31,7 +31,7 @@ class CheckpointRows:
         if not tensors.scale:
             self._joined(tensors.rows, first, out)
             return
-        split = value_bytes(self.model.row)
+        split = self.model.row.value_bytes
         out[:, :split] = self._read(tensors.rows, first, out.shape[0], split)
         out[:, split:] = self._read(tensors.scale, first, out.shape[0], out.shape[1] - split)
 

@@ -1,4 +1,4 @@
-"""Makes a new version: rows from a checkpoint or a seed, streamed into segments, then published at once.
+"""Makes a new version: rows from a checkpoint, a grown folder or a seed, streamed into segments, then published at once.
 
 Everything is checked before anything is allocated. Two slices of memory, whatever the size: one is filled while the other is
 appended. Does not decide which version is current (pool) or how segments are kept (store).
@@ -17,8 +17,9 @@ import numpy as np
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.checkpoint_rows import CheckpointRows
 from engram_pool.domain.compute import Compute, Turnstile
+from engram_pool.domain.grown_rows import GrownRows, check_table
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Meters, OpenCheckpoint, Staging, TableWriter, VersionStore
+from engram_pool.domain.ports import Meters, OpenCheckpoint, OpenGrown, Staging, TableWriter, VersionStore
 from engram_pool.domain.progress import Pace, Progress
 from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, RowSource
 from engram_pool.domain.tensor_match import match_tensors
@@ -46,10 +47,18 @@ class RandomOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class GrownOrder:
+    """A grown folder on this host, and the name to load it under; empty: its manifest's own."""
+
+    path: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadOrder:
     """What to load. An empty `manifest_json` is derived from the checkpoint's config.json; `token_map` int32 little-endian."""
 
-    source: CheckpointOrder | RandomOrder
+    source: CheckpointOrder | RandomOrder | GrownOrder
     manifest_json: bytes
     token_map: bytes
     keep_previous: bool
@@ -58,9 +67,17 @@ class LoadOrder:
 class Loader:
     """Loads one version at a time."""
 
-    def __init__(self, pool: Pool, store: VersionStore, compute: Compute, meters: Meters, open_checkpoint: OpenCheckpoint) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        store: VersionStore,
+        compute: Compute,
+        meters: Meters,
+        open_checkpoint: OpenCheckpoint,
+        open_grown: OpenGrown,
+    ) -> None:
         self._pool, self._store, self._compute, self._meters = pool, store, compute, meters
-        self._open_checkpoint = open_checkpoint
+        self._open_checkpoint, self._open_grown_folder = open_checkpoint, open_grown
         self._loading = Turnstile("loads in progress", 1, retry_after_seconds=5.0)  # memory and disk are the limit, not cores
 
     async def load(self, order: LoadOrder) -> AsyncGenerator[Progress | Resident, None]:
@@ -85,6 +102,10 @@ class Loader:
         yield resident  # last, with everything put away: most callers leave with it, and the next load may come at once
 
     def _open(self, order: LoadOrder) -> RowSource:
+        if isinstance(order.source, GrownOrder):
+            if order.manifest_json or order.token_map:
+                raise InvalidArgument("manifest_json, token_map: a grown folder has its own; leave them empty")
+            return self._open_grown(order.source)
         token_map = read_token_map(order.token_map)
         model = _template(order.manifest_json) if order.manifest_json else None
         if isinstance(order.source, RandomOrder):
@@ -102,12 +123,23 @@ class Loader:
             checkpoint.close()
             raise
 
+    def _open_grown(self, order: GrownOrder) -> GrownRows:
+        folder = self._open_grown_folder(order.path)
+        try:
+            return GrownRows(folder, order.name)
+        except BaseException:
+            folder.close()
+            raise
+
     async def _make(self, source: RowSource, keep_previous: bool) -> AsyncGenerator[Progress | Resident, None]:
         model, run = source.model, self._compute.run
         await self._pool.reap()  # what nobody reads any more makes room first
         await run(self._pool.room.check, model, _bytes_needed(source))
         staging = await run(self._store.stage)
         try:
+            if isinstance(source, GrownRows):
+                self._pool.refuse_without_weights(model)
+                await run(source.keep_files, staging)
             copies = _Copies(source, staging, self._compute, self._meters)
             async with aclosing(copies.run()) as events:
                 async for progress in events:
@@ -141,6 +173,7 @@ class _Copies:
                     if self._pace.due():
                         yield Progress(self._done, self._total, f"layer {layer}")
             self.tables[layer] = await self._compute.run(writer.table)
+            check_table(self._source.model, layer, self.tables[layer])
         yield Progress(self._total, self._total, "publishing")
 
     async def _copy(self, layer: int, rows: int, writer: TableWriter) -> AsyncGenerator[None, None]:
@@ -171,7 +204,8 @@ class _Copies:
 
 def _bytes_needed(source: RowSource) -> int:
     words = 0 if source.token_map is None else source.token_map.shape[0]
-    return sum(segment_bytes(source.row_count(layer), source.model.row.bytes, words) for layer in source.model.layers)
+    kept = source.kept_bytes if isinstance(source, GrownRows) else 0
+    return kept + sum(segment_bytes(source.row_count(layer), source.model.row.bytes, words) for layer in source.model.layers)
 
 
 def _template(manifest_json: bytes) -> EngramModel:

@@ -18,8 +18,9 @@ from engram_pool.domain.compute import Compute, Turnstile, to_the_end
 from engram_pool.domain.ports import Meters, SetAside, Staging, Standing, StoredVersion, VersionStore
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
+from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
 from engram_pool.domain.verification import Verification
-from treadle.contract import DataLoss, EngramModel, Unavailable
+from treadle.contract import DataLoss, EngramModel, InvalidArgument, Unavailable
 
 log = logging.getLogger("engram_pool")
 READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
@@ -56,6 +57,7 @@ class Pool:
         table_bytes_max: int,
         watchers_max: int,
         holds_max: int = 1024,
+        versions_kept_max: int = VERSIONS_KEPT_MAX,
         reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
     ) -> None:
@@ -63,6 +65,7 @@ class Pool:
         self._store, self._compute, self._meters = store, compute, meters
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
+        self._succession = Succession(store, compute, self._catalogue, versions_kept_max=versions_kept_max)
         self._watching = Turnstile("watchers", watchers_max, retry_after_seconds=1.0)
         self._holding = Turnstile("versions held by HoldModel", holds_max, retry_after_seconds=1.0)
         self._reap_grace_seconds = reap_grace_seconds
@@ -87,12 +90,9 @@ class Pool:
         for stored in adopted.versions:
             (await self._take_in(stored)).keep_until = time.monotonic() + self._reap_grace_seconds
         for name in sorted({stored.model.name for stored in adopted.versions}):
-            chosen = self._catalogue.get(name, adopted.current.get(name, ""))
-            if chosen is None or chosen.standing is not Standing.SERVED:
-                chosen = self._catalogue.newest(name)
-                if (name, adopted.current.get(name, "")) not in adopted.left:  # else it is current again once it can be read
-                    await self._compute.run(self._store.set_current, name, chosen.version if chosen else None)
-            self._catalogue.make_current(name, chosen)
+            current = adopted.current.get(name, "")
+            readable = (name, current) not in adopted.left  # else it is current again once it can be read
+            await self._succession.adopt(name, current, adopted.before.get(name, ()), rewrite=readable)
         took = round(time.monotonic() - begun, 3)
         counts = {"versions": len(adopted.versions), "corrupt": len(adopted.corrupt), "left": len(adopted.left)}
         log.info("versions adopted", extra={**counts, "seconds": took})
@@ -158,6 +158,12 @@ class Pool:
         resident = self._catalogue.find(model, version)
         resident.model.fingerprint.require(expected_fingerprint or {})
         return resident
+
+    def refuse_without_weights(self, model: EngramModel) -> None:
+        """Raise InvalidArgument if a grown memory is here already, but was loaded without its weights: a load would not add them."""
+        resident = self._catalogue.get(model.name, model.version)
+        if resident is not None and resident.stored.fusion is None:
+            raise InvalidArgument(f"{model.name} {model.version} is here without its fusion weights: remove it, then load it again")
 
     async def listing(self) -> list[Listed]:
         """What there is, grouped by model, the current version first."""
@@ -237,10 +243,19 @@ class Pool:
     async def publish(self, staging: Staging, model: EngramModel, *, keep_previous: bool) -> Resident:
         """Make a finished version visible and current; a version that is here already becomes current again.
 
-        keep_previous: False lets the version that was current go as soon as no reader holds it
+        keep_previous: False lets the version that was current go as soon as no reader holds it; True keeps it, with what was kept
+                       before, up to `versions_kept_max` versions of a model beside the current one
         """
         async with self._one_change():
             return await to_the_end(self._publish(staging, model, keep_previous))
+
+    async def promote(self, model: str, version: str) -> tuple[Resident, str]:
+        """Make a listed version current; an empty `version` means the one that was current before the present one.
+
+        Returns it, and the version that was current until now: the same where nothing changes. Raises NotFound saying what there is.
+        """
+        async with self._one_change():
+            return await to_the_end(self._promote(model, version))
 
     async def remove(self, model: str, version: str) -> Removal:
         """Take a version off the list, or all of a model for an empty `version`. Raises NotFound."""
@@ -258,7 +273,7 @@ class Pool:
             resident = self.find(model, version)
             try:
                 with resident.in_use():
-                    async with aclosing(Verification(resident.stored.segments).run(self._compute)) as events:
+                    async with aclosing(Verification(resident.stored).run(self._compute)) as events:
                         async for progress in events:
                             yield progress
             except DataLoss as error:
@@ -268,19 +283,22 @@ class Pool:
                 raise
 
     async def _publish(self, staging: Staging, model: EngramModel, keep_previous: bool) -> Resident:
-        previous = self._catalogue.current(model.name)
         resident = self._catalogue.get(model.name, model.version)
         if resident is None:
             resident = await self._take_in(await self._compute.run(staging.commit, model))
             size = resident.stored.segment_bytes
             log.info("version loaded", extra={"model": model.name, "version": model.version, "bytes": size})
-        elif resident.standing is not Standing.SERVED:
-            await self._stand(resident, Standing.SERVED)
-        await self._make_current(model.name, resident)
-        if previous is not None and previous is not resident and not keep_previous:
-            await self._stand(previous, Standing.REPLACED)
+        await self._succession.advance(resident, keep_previous=keep_previous)
         await self._announce()
         return resident
+
+    async def _promote(self, model: str, version: str) -> tuple[Resident, str]:
+        resident, previous = await self._succession.promote(model, version)
+        if resident.version != previous:
+            log.info("version promoted", extra={"model": model, "version": resident.version, "previous": previous})
+            self._meters.promoted()
+            await self._announce()
+        return resident, previous
 
     async def _remove(self, model: str, version: str) -> Removal:
         going = [r for r in self._catalogue.listed() if r.name == model and version in ("", r.version)]
@@ -289,8 +307,8 @@ class Pool:
         if not going and not aside:
             self._catalogue.find(model, version)  # raises NotFound, saying what there is
         for resident in going:
-            await self._stand(resident, Standing.REMOVED)
-        await self._choose_current(model)
+            await self._succession.stand(resident, Standing.REMOVED)
+        await self._succession.replace_unserved(model)
         await self._reap()
         await self._announce()
         kept = [old for old in aside if not await self._compute.run(self._store.delete_set_aside, old)]
@@ -342,22 +360,8 @@ class Pool:
         self._catalogue.drop(resident)
         self._unmapping.append(resident)
         await self._compute.run(self._store.set_aside, resident.stored)
-        await self._choose_current(resident.name)
+        await self._succession.replace_unserved(resident.name)
         await self._announce()
-
-    async def _choose_current(self, model: str) -> None:
-        """Keep the current version if it is still served, else go back to the newest that is."""
-        current = self._catalogue.current(model)
-        if current is None or current.standing is not Standing.SERVED:
-            await self._make_current(model, self._catalogue.newest(model))
-
-    async def _make_current(self, model: str, resident: Resident | None) -> None:
-        await self._compute.run(self._store.set_current, model, resident.version if resident else None)
-        self._catalogue.make_current(model, resident)
-
-    async def _stand(self, resident: Resident, standing: Standing) -> None:
-        await self._compute.run(self._store.set_standing, resident.stored, standing)
-        resident.standing = standing
 
     async def _announce(self) -> None:
         async with self._changed:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,12 +52,25 @@ class TableSegment(Protocol):
         """Unmap."""
 
 
+class KeptFile(Protocol):
+    """A file beside the tables of a version."""
+
+    file_bytes: int
+
+    def read(self, first: int, count: int) -> bytes:
+        """`count` bytes from `first` on. Raises DataLoss if they are not there."""
+
+    def verify(self) -> None:
+        """Compare its sha256. Raises DataLoss."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
     """One version in the store, its segments mapped.
 
     segments:  by layer, owned by the store until `delete` or `release`
     lock_path: readers hold flock(LOCK_SH) on it
+    fusion, card_json: weights and card of a grown memory; None and empty for other versions
     """
 
     model: EngramModel
@@ -66,11 +79,18 @@ class StoredVersion:
     lock_path: Path
     loaded_at_seconds: float
     standing: Standing = Standing.SERVED
+    fusion: KeptFile | None = None
+    card_json: bytes = b""
 
     @property
     def segment_bytes(self) -> int:
         """Bytes of all its segment files."""
         return sum(segment.file_bytes for segment in self.segments.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its segments and of what is kept beside them."""
+        return self.segment_bytes + len(self.card_json) + (self.fusion.file_bytes if self.fusion else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +101,14 @@ class Adopted:
     corrupt:  set aside, as they are corrupt or torn
     current:  the current version, by model
     left:     (model, version) left as they are and not served: they could not be read now, or by this release
+    before:   by model, the versions that were current before, the last one first
     """
 
     versions: Sequence[StoredVersion]
     corrupt: Sequence[str]
     current: Mapping[str, str]
     left: Sequence[tuple[str, str]] = ()
+    before: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +136,12 @@ class Staging(Protocol):
 
     def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None) -> TableWriter:
         """Begin a table. Raises ResourceExhausted if its bytes cannot be had."""
+
+    def keep_fusion(self, pieces: Iterable[bytes]) -> str:
+        """Write fusion weights beside the tables; their sha256. Raises ResourceExhausted if there is no room."""
+
+    def keep_card(self, card_json: bytes) -> None:
+        """Write the card of a grown memory beside the tables."""
 
     def commit(self, model: EngramModel) -> StoredVersion:
         """Make it visible at once, with all its tables, and map it."""
@@ -151,8 +179,8 @@ class VersionStore(Protocol):
     def stage(self) -> Staging:
         """Begin a new version."""
 
-    def set_current(self, model: str, version: str | None) -> None:
-        """Remember which version an empty version means; None: no version of this model is left."""
+    def set_current(self, model: str, version: str | None, before: Sequence[str]) -> None:
+        """Remember which version an empty version means, and which did before; None: no version of this model is left."""
 
     def set_standing(self, stored: StoredVersion, standing: Standing) -> None:
         """Remember the standing."""
@@ -214,6 +242,42 @@ class OpenCheckpoint(Protocol):
     def __call__(self, path: Path) -> Checkpoint: ...
 
 
+class GrownFolder(Protocol):
+    """What growing a memory has written, opened. Nothing of it has been believed yet."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def manifest_json(self) -> bytes:
+        """Its manifest, at most MANIFEST_BYTES_MAX."""
+
+    @property
+    def card_json(self) -> bytes:
+        """Its card, at most CARD_BYTES_MAX."""
+
+    @property
+    def rows(self) -> Checkpoint:
+        """Its tables and token map."""
+
+    @property
+    def fusion_bytes(self) -> int:
+        """Size of its fusion weights, at most FUSION_BYTES_MAX."""
+
+    def fusion_pieces(self) -> Iterator[bytes]:
+        """Its fusion weights, piece by piece. Raises DataLoss if the file has shrunk or fails."""
+
+    def close(self) -> None:
+        """Close its files."""
+
+
+class OpenGrown(Protocol):
+    """Opens a grown folder. Raises NotFound, InvalidArgument or DataLoss, naming the file."""
+
+    def __call__(self, path: Path) -> GrownFolder: ...
+
+
 class Meters(Protocol):
     """Counts what happened."""
 
@@ -231,3 +295,9 @@ class Meters(Protocol):
 
     def left(self, versions: int) -> None:
         """Versions were left unserved at start: they could not be read."""
+
+    def promoted(self) -> None:
+        """A version was made current by name."""
+
+    def fusion_read(self, byte_count: int) -> None:
+        """Bytes of fusion weights were handed out."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engram_pool.domain.ports import Rows, TokenMap
 from treadle.contract import EngramModel, RowLayout
-from treadle.contract.engram_model import VALUE_BYTES
+from treadle.contract.engram_model import SCALE_BYTES
 
 BLOCK_ROWS = 4096  # rows of one random stream: loads read whole blocks, and a block is the same however it is read
 
-# Random bits become finite values: by bytes of a value, bits to keep and bits to set. Magnitudes 2^-7 to 2^-3, both signs.
-_KEEP_AND_SET = {
-    "bf16": (0x81FF, 0x3C00),  # exponents 120 to 123 of 255
-    "fp16": (0x8FFF, 0x2000),  # exponents 8 to 11 of 31
-    "fp32": (0x81FFFFFF, 0x3C000000),  # as bf16
-    "fp8_e4m3": (0xBF, 0x00),  # exponents 0 to 7 of 15: below 2, and never NaN (0x7f, 0xff)
-    "u8": (0xFF, 0x00),
+# Random bits become finite values: by dtype, bytes of a word, bits to keep and bits to set. Magnitudes 2^-7 to 2^-3, both signs.
+_VALUES = {
+    "bf16": (2, 0x81FF, 0x3C00),  # exponents 120 to 123 of 255
+    "fp16": (2, 0x8FFF, 0x2000),  # exponents 8 to 11 of 31
+    "fp32": (4, 0x81FFFFFF, 0x3C000000),  # as bf16
+    "fp8_e4m3": (1, 0xBF, 0x00),  # exponents 0 to 7 of 15: below 2, and never NaN (0x7f, 0xff)
+    "u8": (1, 0xFF, 0x00),
+    "int4": (1, 0xFF, 0x00),
 }
-_SCALE_KEEP, _SCALE_SET = 0x07, 0x78  # ue8m0 bytes 120 to 127: 2^-7 to 1
+_SCALES = {"ue8m0": (0x07, 0x78), "fp16": (0x0FFF, 0x2000)}  # bytes 120 to 127: 2^-7 to 1; as fp16 values, positive
 
 
 class RowSource(Protocol):
@@ -76,12 +77,13 @@ class RandomRows:
 
 def make_sane(rows: Rows, layout: RowLayout) -> None:
     """Turn random bytes, in place, into finite values of the layout's dtype and scales near 1."""
-    value_bytes = VALUE_BYTES[layout.dtype]
-    keep, put = _KEEP_AND_SET[layout.dtype]
-    values = rows[:, : layout.dim * value_bytes].view(f"<u{value_bytes}")
-    values &= values.dtype.type(keep)
-    values |= values.dtype.type(put)
+    word, keep, put = _VALUES[layout.dtype]
+    _mask(rows[:, : layout.value_bytes].view(f"<u{word}"), keep, put)
     if layout.scale is not None:
-        scales = rows[:, layout.dim * value_bytes :]
-        scales &= np.uint8(_SCALE_KEEP)
-        scales |= np.uint8(_SCALE_SET)
+        scales = rows[:, layout.value_bytes :].view(f"<u{SCALE_BYTES[layout.scale.dtype]}")
+        _mask(scales, *_SCALES[layout.scale.dtype])
+
+
+def _mask(words: NDArray[np.unsignedinteger[Any]], keep: int, put: int) -> None:
+    words &= words.dtype.type(keep)
+    words |= words.dtype.type(put)

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engram_pool.domain.ports import Checkpoint, Tensor
-from treadle.contract import EngramModel, InvalidArgument, RowLayout
-from treadle.contract.engram_model import VALUE_BYTES
+from treadle.contract import EngramModel, InvalidArgument
 
 TENSORS_LISTED_MAX = 20  # a refusal shows the largest ones
 ROLES_MAX = 128  # two for each of at most 64 layers
@@ -21,8 +20,8 @@ _SUFFIXES = {
     "rows": ("engram.embed.weight",),
     "scale": ("engram.embed.weight_scale_inv", "engram.embed.weight_scale", "engram.embed.scale_inv", "engram.embed.scale"),
 }
-_DTYPES = {"bf16": ("BF16",), "fp16": ("F16",), "fp32": ("F32",), "fp8_e4m3": ("F8_E4M3",), "u8": ("U8",)}
-_SCALE_DTYPES = ("F8_E8M0", "U8")  # the raw bytes are kept either way
+_DTYPES = {"bf16": ("BF16",), "fp16": ("F16",), "fp32": ("F32",), "fp8_e4m3": ("F8_E4M3",), "u8": ("U8",), "int4": ("U8",)}
+_SCALE_DTYPES = {"ue8m0": ("F8_E8M0", "U8"), "fp16": ("F16",)}  # the raw bytes are kept in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +66,13 @@ def _layer_tensors(checkpoint: Checkpoint, model: EngramModel, layer: int, names
     rows = _find(checkpoint, layer, "rows", names)
     packed = _all_like(rows, ("U8",), layout.bytes)  # as a segment holds them
     if not packed:
-        _check(checkpoint, f"{layer}.rows", rows, _DTYPES[layout.dtype], layout.dim)
+        width = layout.value_bytes if layout.dtype == "int4" else layout.dim  # int4 comes as bytes of two values
+        _check(checkpoint, f"{layer}.rows", rows, _DTYPES[layout.dtype], width)
     if layout.scale is None or packed:
         found = LayerTensors(rows, ())
     else:
         scale = _find(checkpoint, layer, "scale", names)
-        _check(checkpoint, f"{layer}.scale", scale, _SCALE_DTYPES, layout.dim // layout.scale.block)
+        _check(checkpoint, f"{layer}.scale", scale, _SCALE_DTYPES[layout.scale.dtype], layout.dim // layout.scale.block)
         found = LayerTensors(rows, scale)
         if _height(scale) != found.row_count:
             raise InvalidArgument(f"{layer}.scale: {found.row_count} rows expected, as in {layer}.rows, got {_height(scale)}")
@@ -128,8 +128,3 @@ def _all_like(tensors: tuple[Tensor, ...], dtypes: tuple[str, ...], width: int) 
 
 def _height(tensors: tuple[Tensor, ...]) -> int:
     return sum(tensor.shape[0] for tensor in tensors)
-
-
-def value_bytes(layout: RowLayout) -> int:
-    """Bytes of the values of a row, its scales not counted."""
-    return layout.dim * VALUE_BYTES[layout.dtype]

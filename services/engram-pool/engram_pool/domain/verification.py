@@ -1,23 +1,23 @@
-"""Compares every checksum of a version's segments, in a thread that can be told to stop."""
+"""Compares every checksum of a version's segments and weights, in a thread that can be told to stop."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from functools import partial
 
 from engram_pool.domain.compute import Compute
-from engram_pool.domain.ports import TableSegment
+from engram_pool.domain.ports import StoredVersion
 from engram_pool.domain.progress import PROGRESS_SECONDS, Progress
 
 
 class Verification:
-    """One pass over `segments`, by layer. The caller keeps them mapped until `run` has ended."""
+    """One pass over the segments of `stored`, by layer, then its fusion weights. The caller keeps them mapped until `run` has ended."""
 
-    def __init__(self, segments: Mapping[int, TableSegment]) -> None:
-        self._segments = segments
-        self._total = sum(segment.row_count * segment.row_bytes for segment in segments.values())
+    def __init__(self, stored: StoredVersion) -> None:
+        self._segments, self._fusion = stored.segments, stored.fusion
+        self._total = sum(segment.row_count * segment.row_bytes for segment in stored.segments.values())
         self._at = Progress(0, self._total, "")
         self._caller_left = threading.Event()
 
@@ -39,6 +39,8 @@ class Verification:
         for layer, segment in self._segments.items():
             segment.verify(partial(self._report, layer, done))
             done += segment.row_count * segment.row_bytes
+        if self._fusion is not None:
+            self._fusion.verify()
 
     def _report(self, layer: int, before: int, bytes_done: int, _: int) -> None:
         self._at = Progress(min(before + bytes_done, self._total), self._total, f"layer {layer}")
