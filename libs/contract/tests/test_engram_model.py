@@ -88,7 +88,7 @@ WRONG: list[tuple[str, Any]] = [
     ("schema", "treadle.engram-model/9"), ("family", "nobody"), ("layers", []), ("layers", [3, 2]), ("layers", ["2"]), ("layers", 2),
     ("orders", [3, 2]), ("orders", [2, 99]), ("heads", 0), ("heads", True), ("primes", [[[1] * 8] * 2] * 2), ("primes", [[[7] * 8] * 2]),
     ("primes", 7), ("multipliers", [[1, 2, -3]] * 2), ("multipliers", [[1, 2]] * 2), ("pad_id", -1), ("pad_id", 2.0), ("eos_id", 5),
-    ("name", "../etc"), ("name", ""), ("name", 7), ("token_map", "short"), ("compressed_vocab_size", 0), ("row", {"bytes": 320}),
+    ("name", "../etc"), ("name", ""), ("name", 7), ("name", "none"), ("name", "default"), ("token_map", "short"), ("compressed_vocab_size", 0), ("row", {"bytes": 320}),
     ("row", {"bytes": 319, "dim": 160, "dtype": "bf16"}), ("row", {"bytes": 8, "dim": 4, "dtype": "bf16"}),
     ("row", {"bytes": 320, "dim": 160, "dtype": "int3"}), ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 32}}),
     ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": 7, "block": 32}}), ("row", {"bytes": 16, "dim": 33, "dtype": "int4"}),

@@ -108,6 +108,18 @@ def test_rows_that_are_no_whole_blocks_are_refused(make_tiny: Callable[[str], Pa
         model.run(model.embed(tokens())[:-1], LENGTH, 0, 1)
 
 
+def test_on_another_device_nothing_stays_behind(make_tiny: Callable[[str], Path]) -> None:
+    """Torch's meta device has shapes and no numbers, and refuses to add its tensors to a CPU's: a GPU's place without a GPU."""
+    blocks, device = tokens(), torch.device("meta")
+    model = FrozenLM.load(make_tiny("llama"), torch.float32, device)
+    start = model.embed(blocks).requires_grad_()
+    hidden = model.run(start, LENGTH, 0, model.config.layers)
+    loss = model.loss(hidden, blocks.reshape(-1))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert start.grad is not None
+    assert {tensor.device for tensor in (hidden, loss, start.grad, model.losses(hidden.detach(), blocks.reshape(-1)))} == {device}
+
+
 def _plain_layer(folder: Path, hidden: Tensor) -> Tensor:
     """Layer 0 by transformers, differentiable by autograd."""
     import transformers
@@ -116,4 +128,5 @@ def _plain_layer(folder: Path, hidden: Tensor) -> Tensor:
     batch = hidden.view(BLOCKS, LENGTH, -1)
     positions = torch.arange(LENGTH).unsqueeze(0)
     out = theirs.layers[0](batch, position_ids=positions, position_embeddings=theirs.rotary_emb(batch, positions))
-    return (out[0] if isinstance(out, tuple) else out).reshape(-1, hidden.shape[1])
+    after: Tensor = out[0] if isinstance(out, tuple) else out
+    return after.reshape(-1, hidden.shape[1])

@@ -11,6 +11,7 @@ from typing import Any
 from treadle.contract.errors import InvalidArgument
 
 _VERSION = re.compile(r"[0-9a-f]{64}")
+RESERVED_NAMES = ("none", "default")  # what a request says instead of a model's name
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,127}")
 
 
@@ -39,9 +40,14 @@ def check_version(text: str) -> str:
 
 
 def check_name(text: str) -> str:
-    """`text` itself if it can name a model: it becomes a folder, so no slashes, no leading dot, at most 128 characters."""
+    """`text` itself if it can name a model: it becomes a folder, so no slashes, no leading dot, at most 128 characters.
+
+    Raises InvalidArgument otherwise, and for RESERVED_NAMES, which no request could ask for.
+    """
     if not isinstance(text, str) or not _NAME.fullmatch(text):
         raise InvalidArgument(f"a name is 1-128 of a-z 0-9 . _ + - and starts with a letter or digit, got {text!r}")
+    if text in RESERVED_NAMES:
+        raise InvalidArgument(f"the name {text!r} means something else in requests; choose another")
     return text
 
 

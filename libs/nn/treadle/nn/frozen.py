@@ -23,7 +23,7 @@ from treadle.contract.errors import InvalidArgument
 from treadle.nn.config import ModelConfig
 from treadle.nn.linear import Linear
 from treadle.nn.rope import Rope
-from treadle.nn.weights import Checkpoint, opened
+from treadle.nn.weights import CPU, Checkpoint, opened
 
 QUERY_ROWS = 256  # queries of one attention product: causal products over chunks skip a quarter of a 512 x 512 square
 LOSS_ROWS = 512  # rows of logits at once: 37 MiB fp32 at 18,800 tokens
@@ -59,35 +59,34 @@ class _Kept:
 
 
 class FrozenLM:
-    """A frozen Llama or Qwen2 model over blocks of equal length, on CPU.
-
-    Weights take twice their plain size: each product is packed for both directions.
+    """A frozen Llama or Qwen2 model over blocks of equal length, on one device. On a CPU
+    weights take twice their plain size: each product is packed for both directions.
     Raises InvalidArgument for models with a norm on queries and keys (Qwen3), which have no backward here.
     """
 
     def __init__(self, config: ModelConfig, embedding_weight: Tensor, layers: list[_Layer], norm: Tensor, head: Tensor) -> None:
         self.config, self.embedding, self.head, self.norm = config, embedding_weight, head, norm
-        self.dtype = embedding_weight.dtype
+        self.dtype, self.device = embedding_weight.dtype, embedding_weight.device
         self._layers, self._rope = layers, Rope(config)
         self._angles: dict[int, tuple[Tensor, Tensor]] = {}
         self._masks: dict[int, list[Tensor]] = {}
         self._head: Linear | None = None
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype = torch.bfloat16) -> FrozenLM:
+    def load(cls, path: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> FrozenLM:
         """Load a Hugging Face folder. Raises as CausalLM.load, and InvalidArgument for Qwen3."""
         config = ModelConfig.from_folder(path)
         if config.qk_norm:
             raise InvalidArgument(f"{path}: models with norms on queries and keys (Qwen3) cannot be trained beside yet")
-        with opened(path, dtype) as checkpoint:
+        with opened(path, dtype, device) as checkpoint:
             table = checkpoint.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
             head = table if config.tied else checkpoint.tensor("lm_head.weight", config.vocab, config.hidden)
             layers = [_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.layers)]
             return cls(config, table, layers, checkpoint.tensor("model.norm.weight", config.hidden), head)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """tokens: [B, L] int64; returns [B L, hidden] in the model's dtype, a leaf without gradient."""
-        return embedding(tokens.reshape(-1), self.embedding)
+        """tokens: [B, L] int64 on any device; returns [B L, hidden] in the model's dtype, a leaf without gradient."""
+        return embedding(tokens.reshape(-1).to(self.device), self.embedding)
 
     def run(self, hidden: Tensor, length: int, first: int, last: int) -> Tensor:
         """Layers first … last-1 over blocks of `length` tokens, each attending to itself alone from position 0.
@@ -104,20 +103,23 @@ class FrozenLM:
         """Negative log-likelihood of the next tokens, nats, summed; differentiable in `hidden`.
 
         hidden:  [T, hidden], as `run` leaves it behind the last layer; the final norm is applied here
-        targets: [T] int64, the tokens that follow (row numbers of `chosen` where that is given); -1: not counted
+        targets: [T] int64 on any device, the tokens that follow (row numbers of `chosen` where that is given); -1: not counted
         chosen:  [n, hidden], rows of the output matrix that the softmax goes over; None: the whole vocabulary
         """
         weight = self.head if chosen is None else chosen
-        return _Loss.apply(hidden, self, targets, weight)  # type: ignore[no-any-return,no-untyped-call]
+        return _Loss.apply(hidden, self, targets.to(self.device), weight)  # type: ignore[no-any-return,no-untyped-call]
 
     @torch.no_grad()
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihood [T] fp32 of each row over the whole vocabulary, 0 where targets is -1; no gradient."""
         if self._head is None:
             self._head = Linear(self.head)
-        normed, out = rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps), torch.zeros(len(hidden))
+        normed, out = (
+            rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps),
+            torch.zeros(len(hidden), device=self.device),
+        )
         for at in range(0, len(hidden), LOSS_ROWS):
-            wanted = targets[at : at + LOSS_ROWS]
+            wanted = targets[at : at + LOSS_ROWS].to(self.device)
             logits = self._head(normed[at : at + LOSS_ROWS]).to(torch.float32)
             picked = logits.gather(1, wanted.clamp_min(0).unsqueeze(1)).squeeze(1)
             out[at : at + LOSS_ROWS] = torch.where(wanted < 0, 0.0, logits.logsumexp(-1) - picked)
@@ -140,7 +142,7 @@ class FrozenLM:
         """d loss / d hidden before a layer, from that behind it. grad: [T, hidden], not written."""
         layer, eps = self._layers[index], self.config.norm_eps
         inner = layer.down.backward(grad)
-        d_gate_up = torch.empty(len(grad), 2 * self.config.intermediate, dtype=grad.dtype)
+        d_gate_up = torch.empty(len(grad), 2 * self.config.intermediate, dtype=grad.dtype, device=grad.device)
         d_gate, d_up = d_gate_up.chunk(2, dim=-1)
         torch.mul(inner, silu(kept.gate), out=d_up)
         d_gate.copy_(torch.ops.aten.silu_backward(inner.mul_(kept.up), kept.gate))
@@ -184,7 +186,7 @@ class FrozenLM:
             d_k[:, keys] += torch.bmm(d_scores.transpose(1, 2), chunk)
             d_q[:, :, rows] = torch.bmm(d_scores, k[:, keys]).view(q.shape[0], q.shape[1], -1, q.shape[3])
         cos, sin = self._angles_of(length)
-        d_qkv = torch.empty(len(grad), config.heads + 2 * config.kv_heads, config.head_dim, dtype=grad.dtype)
+        d_qkv = torch.empty(len(grad), config.heads + 2 * config.kv_heads, config.head_dim, dtype=grad.dtype, device=grad.device)
         by_head = d_qkv.view(-1, length, config.heads + 2 * config.kv_heads, config.head_dim).transpose(1, 2)
         _turn_back(d_q.view(-1, config.heads, length, config.head_dim).mul_(scale), cos, sin, by_head[:, : config.heads])
         shape, value_at = (-1, config.kv_heads, length, config.head_dim), config.heads + config.kv_heads
@@ -202,7 +204,7 @@ class FrozenLM:
     def _angles_of(self, length: int) -> tuple[Tensor, Tensor]:
         if length not in self._angles:
             cos, sin = self._rope.angles(torch.arange(length))
-            self._angles[length] = cos.squeeze(1).to(self.dtype), sin.squeeze(1).to(self.dtype)
+            self._angles[length] = cos.squeeze(1).to(self.device, self.dtype), sin.squeeze(1).to(self.device, self.dtype)
         return self._angles[length]
 
     def _masks_of(self, length: int) -> list[Tensor]:
@@ -211,7 +213,7 @@ class FrozenLM:
             groups, masks = self.config.heads // self.config.kv_heads, []
             for at in range(0, length, QUERY_ROWS):
                 rows = min(QUERY_ROWS, length - at)
-                mask = torch.full((rows, at + rows), -torch.inf, dtype=self.dtype).triu(at + 1)
+                mask = torch.full((rows, at + rows), -torch.inf, dtype=self.dtype, device=self.device).triu(at + 1)
                 masks.append(mask.repeat(groups, 1).unsqueeze(0))
             self._masks[length] = masks
         return self._masks[length]
@@ -243,14 +245,14 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, model: FrozenLM, targets: Tensor, weight: Tensor) -> Tensor:
         normed = rms_norm(hidden, model.norm.shape, model.norm, model.config.norm_eps)
-        d_normed, total = torch.empty_like(normed), torch.zeros((), dtype=torch.float64)
+        d_normed, total = torch.empty_like(normed), torch.zeros((), dtype=torch.float64, device=hidden.device)
         for at in range(0, len(hidden), LOSS_ROWS):
             wanted = targets[at : at + LOSS_ROWS]
             counted = wanted >= 0
             logits = torch.mm(normed[at : at + LOSS_ROWS], weight.t()).to(torch.float32)
             logits -= logits.logsumexp(-1, keepdim=True)
             picked = logits.gather(1, wanted.clamp_min(0).unsqueeze(1))
-            total -= picked.squeeze(1)[counted].sum(dtype=torch.float64)
+            total -= torch.where(counted, picked.squeeze(1), 0.0).sum(dtype=torch.float64)
             share = logits.exp_()
             share.scatter_add_(1, wanted.clamp_min(0).unsqueeze(1), torch.full_like(picked, -1.0))
             share.mul_(counted.unsqueeze(1))

@@ -21,6 +21,7 @@ from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
 from treadle.nn.config import ModelConfig
 from treadle.nn.linear import Linear
 
+CPU = torch.device("cpu")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -49,11 +50,11 @@ class Weights:
 
 
 class Checkpoint:
-    """The tensors of a folder by name, read one at a time, converted to `dtype`."""
+    """The tensors of a folder by name, read one at a time, converted to `dtype` on `device`."""
 
-    def __init__(self, files: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, files: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self._files = files
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of that name."""
@@ -66,7 +67,7 @@ class Checkpoint:
         tensor: Tensor = self._files[name].get_tensor(name)
         if tensor.shape != shape or not tensor.is_floating_point():
             raise InvalidArgument(f"weights: {name} is {tensor.dtype} {list(tensor.shape)}, {list(shape)} expected")
-        return tensor.to(self._dtype)
+        return tensor.to(self._device, self._dtype)
 
     def fused(self, names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool) -> tuple[Tensor, Tensor | None]:
         """Weight [sum of outputs, inputs] and bias or None of the layers `names` (with `outputs` each), joined along the outputs."""
@@ -112,7 +113,7 @@ def _layer(checkpoint: Checkpoint, config: ModelConfig, at: str) -> LayerWeights
 
 
 @contextmanager
-def opened(folder: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
+def opened(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Iterator[Checkpoint]:
     """The tensors of a folder, its files open until the end. Raises NotFound, DataLoss."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -122,7 +123,7 @@ def opened(folder: Path, dtype: torch.dtype) -> Iterator[Checkpoint]:
             except (SafetensorError, OSError) as error:
                 raise DataLoss(f"{path}: not a whole safetensors file: {error}") from error
             files.update(dict.fromkeys(file.keys(), file))
-        yield Checkpoint(files, dtype)
+        yield Checkpoint(files, dtype, device)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -33,6 +33,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Compute threads; default: all
 Texts = Annotated[
     list[Path], typer.Option("--text", help="Text files, UTF-8, also .xz; repeat it or use several.", show_default=False)
 ]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model runs and the memory learns.")]
 Memory = Annotated[Path, typer.Argument(help="Folder of a grown memory.", show_default=False)]
 Precision = Annotated[str, typer.Option(help="Rows as bf16, fp8 or int4; fp8 and int4 with one scale a row.")]
 CORES = len(os.sched_getaffinity(0))
@@ -63,6 +64,7 @@ def grow(
     source: Annotated[str, typer.Option(help="Where the text comes from and its licence, for the card.")] = "",
     restart: Annotated[bool, typer.Option("--restart", help="Begin again where an interrupted run left a checkpoint.")] = False,
     threads: Threads = CORES,
+    device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Grow a memory: the model stays frozen, rows and their projections learn. Interrupted, the same command goes on."""
@@ -82,7 +84,7 @@ def grow(
         name, model_folder, model_name, (out or Path(name)).absolute(), precision, recipe, corpus,
         tuple(path.name for path in mixed), source,
     )  # fmt: skip
-    _carry_out(order, restart, as_json)
+    _carry_out(order, restart, device, as_json)
 
 
 @app.command()
@@ -101,6 +103,7 @@ def add(
     source: Annotated[str, typer.Option(help="Where the text comes from and its licence, for the card.")] = "",
     restart: Annotated[bool, typer.Option("--restart", help="Begin again where an interrupted run left a checkpoint.")] = False,
     threads: Threads = CORES,
+    device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
     """Add a text to a memory as a new version: only rows learn, so what it does elsewhere stays."""
@@ -117,7 +120,7 @@ def add(
         name or parent.name, model_folder, model_name, out.absolute(), precision or str(card["precision"]), recipe, corpus,
         source=source, parent=memory,
     )  # fmt: skip
-    _carry_out(order, restart, as_json)
+    _carry_out(order, restart, device, as_json)
 
 
 @app.command()
@@ -177,10 +180,10 @@ def _report(measure: Any, states: dict[str, Any], text: list[Path], model: str, 
         terminal.print_comparison(lines)
 
 
-def _carry_out(order: Order, restart: bool, as_json: bool) -> None:
+def _carry_out(order: Order, restart: bool, device: str, as_json: bool) -> None:
     from engram_pool.growing.growth import Growth
 
-    growth = Growth(order, terminal.say)
+    growth = Growth(order, terminal.say, device=device)
     if restart:
         growth.restart()
     with terminal.growing(order.name) as watch:

@@ -49,7 +49,7 @@ def score(
     for at in range(0, len(blocks), BLOCKS_AT_ONCE):
         some = blocks[at : at + BLOCKS_AT_ONCE]
         hidden = hidden_after(model, some, memory, gate=gate)
-        parts.append(model.losses(hidden, targets_of(some)).view(some.shape).sum(1, dtype=torch.float64).numpy())
+        parts.append(model.losses(hidden, targets_of(some)).view(some.shape).sum(1, dtype=torch.float64).cpu().numpy())
         if tick is not None:
             tick(min(at + BLOCKS_AT_ONCE, len(blocks)), len(blocks))
     return Scores(np.concatenate(parts) if parts else np.empty(0), blocks.shape[1] - 1)
@@ -59,6 +59,7 @@ def score(
 def hidden_after(model: FrozenLM, blocks: NDArray[np.int64], memory: Memory | None, *, gate: float | None = None) -> Tensor:
     """Hidden states [B L, hidden] behind the last layer."""
     hidden, at, length = model.embed(torch.from_numpy(blocks)), 0, blocks.shape[1]
+    memory = None if memory is None else memory.to(model.device)
     for layer, part in memory.layers.items() if memory is not None else ():
         assert memory is not None
         hidden = model.run(hidden, length, at, layer)

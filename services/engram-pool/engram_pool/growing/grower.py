@@ -44,7 +44,8 @@ class Grower:
     """Trains `memory` beside `model` on `corpus`."""
 
     def __init__(self, model: FrozenLM, memory: Memory, corpus: Corpus, recipe: Recipe) -> None:
-        self.model, self.memory, self.corpus, self.recipe = model, memory, corpus, recipe
+        self.model, self.memory, self.corpus, self.recipe = model, memory.to(model.device), corpus, recipe
+        memory = self.memory
         if memory.hidden != model.config.hidden:
             raise InvalidArgument(
                 f"memory {memory.template.name}: made for hidden size {memory.hidden}, the model has {model.config.hidden}"
@@ -55,7 +56,7 @@ class Grower:
         self._numbers = np.full(model.config.vocab, -1, dtype=np.int64)
         self._numbers[vocabulary] = np.arange(len(vocabulary))
         # The softmax goes over the tokens that occur: a third of the vocabulary costs a third, and the rest never was a target.
-        self._chosen = model.head[torch.from_numpy(vocabulary)].contiguous()
+        self._chosen = model.head[torch.from_numpy(vocabulary).to(model.device)].contiguous()
         self._rows = {layer: RowAdagrad(part.rows, recipe.row_rate, recipe.row_floor) for layer, part in memory.layers.items()}
         self._adam = Adam([tensor for part in memory.layers.values() for tensor in part.projections], recipe.projection_rate)
 

@@ -31,6 +31,7 @@ from treadle.contract.errors import FingerprintMismatch, InvalidArgument
 from treadle.nn.frozen import FrozenLM
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 
+CPU = torch.device("cpu")
 CARD_SCHEMA = "treadle.engram-card/1"
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 60.0  # at most this much work is lost by a kill
@@ -62,13 +63,14 @@ class Growth:
     """Carries out one order. say: called with what is being done now, and with warnings."""
 
     def __init__(self, order: Order, say: Say, *, device: str = "cpu") -> None:
+        chosen = device_of(device)
         self.order, self._say = order, say
         self._work = order.out.with_name(f".{order.out.name}.growing")
         if order.out.exists():
             raise InvalidArgument(f"{order.out}: is there already; choose another place with --out, or remove it")
         row_layout(order.precision, order.recipe.dim)  # hours before it is needed
         self._say("loading the model")
-        self.model = FrozenLM.load(order.model_folder)
+        self.model = FrozenLM.load(order.model_folder, device=chosen)
         if max(order.recipe.layers) >= self.model.config.layers:
             raise InvalidArgument(
                 f"layers {list(order.recipe.layers)}: the model has {self.model.config.layers} layers, counted from 0"
@@ -94,6 +96,7 @@ class Growth:
                     saved = time.monotonic()
         finally:
             checkpoint.save(path, grower.state(), identity)
+        self._memory = grower.memory.to(CPU)
 
     def restart(self) -> None:
         """Forget the checkpoint of an earlier run to the same place."""
@@ -176,6 +179,7 @@ class Growth:
             "rows_learnt": {str(layer): int(part.rows.any(1).sum()) for layer, part in self._memory.layers.items()},
             "made_with": {
                 "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(), "dtype": "bfloat16",
+                "device": str(self.model.device),
             },
         }  # fmt: skip
 
@@ -186,6 +190,21 @@ def rows_only(recipe: Recipe, parent: EngramModel, *, passes: int) -> Recipe:
         recipe, layers=parent.layers, orders=parent.orders, heads=parent.heads, dim=parent.row.dim, prime_base=parent.primes[0][0][0],
         projection_rate=0.0, mix_every=0, passes=passes,
     )  # fmt: skip
+
+
+def device_of(name: str) -> torch.device:
+    """`cpu`, `cuda` or `cuda:N`. Raises InvalidArgument where this torch, or this machine, has no such device."""
+    if name == "cpu":
+        return torch.device(name)
+    kind, _, number = name.partition(":")
+    if kind != "cuda" or not (number or "0").isdigit():
+        raise InvalidArgument(f"--device: cpu, cuda or cuda:N, got {name!r}")
+    found = torch.cuda.device_count()
+    if int(number or 0) >= found:
+        raise InvalidArgument(
+            f"--device {name}: torch {torch.__version__} sees {found} GPUs here; leave the option out for the CPU"
+        )
+    return torch.device(kind, int(number or 0))
 
 
 def _spread(blocks: NDArray[np.int64], count: int) -> NDArray[np.int64]:

@@ -85,16 +85,24 @@ class Memory:
         return int(next(iter(self.layers.values())).query_weight.shape[0])
 
     def ids(self, layer: int, blocks: NDArray[np.int64]) -> Tensor:
-        """Row ids int64 [B L, C] of blocks [B, L]; history begins with each block."""
+        """Row ids int64 [B L, C] of blocks [B, L], on the rows' device; history begins with each block."""
         count, length = blocks.shape
         depth = self.template.order_max - 1
         starts = np.arange(count + 1, dtype=np.int32) * length
         windows = Windows(blocks.reshape(-1), starts, np.full((count, depth), -1, dtype=np.int64))
-        return torch.from_numpy(row_ids(self._plans[layer], windows))
+        return torch.from_numpy(row_ids(self._plans[layer], windows)).to(self.layers[layer].rows.device)
 
     def with_layers(self, layers: Mapping[int, Layer]) -> Memory:
         """The same memory with other tensors."""
         return Memory(self.template, self.token_map, layers)
+
+    def to(self, device: torch.device) -> Memory:
+        """The same memory with its tensors on `device`; itself where they are there."""
+        if all(part.rows.device == device for part in self.layers.values()):
+            return self
+        return self.with_layers({
+            layer: Layer(*(tensor.to(device) for tensor in (part.rows, *part.projections))) for layer, part in self.layers.items()
+        })  # fmt: skip
 
     def named(self, name: str) -> Memory:
         """The same memory under another name."""

@@ -23,13 +23,13 @@ class RowAdagrad:
 
     def __init__(self, rows: Tensor, rate: float, floor: float) -> None:
         self.rows, self.rate, self.floor = rows, rate, floor
-        self.sums = torch.zeros(rows.shape[0])
-        self.mean = torch.zeros(())
+        self.sums = torch.zeros(rows.shape[0], device=rows.device)
+        self.mean = torch.zeros((), device=rows.device)
 
     def step(self, ids: Tensor, grad: Tensor, factor: float) -> None:
         """One step. ids: int64 [T, C]; grad: fp32 [T, C x dim], of the rows as they were looked up; factor: on the rate."""
         touched, inverse = torch.unique(ids.reshape(-1), return_inverse=True)
-        total = torch.zeros(len(touched), self.rows.shape[1])
+        total = torch.zeros(len(touched), self.rows.shape[1], device=self.rows.device)
         total.index_add_(0, inverse, grad.reshape(-1, self.rows.shape[1]))
         squares = total.square().mean(1)
         moved = squares > 0
@@ -47,7 +47,7 @@ class RowAdagrad:
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
-        self.sums, self.mean = state["sums"].clone(), state["mean"].clone()
+        self.sums, self.mean = (state[name].to(self.rows.device, copy=True) for name in ("sums", "mean"))
 
 
 class Adam:
@@ -76,5 +76,5 @@ class Adam:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         self.steps = int(state["steps"])
-        self.first = [state[f"first.{i}"].clone() for i in range(len(self.parameters))]
-        self.second = [state[f"second.{i}"].clone() for i in range(len(self.parameters))]
+        self.first = [state[f"first.{i}"].to(parameter.device, copy=True) for i, parameter in enumerate(self.parameters)]
+        self.second = [state[f"second.{i}"].to(parameter.device, copy=True) for i, parameter in enumerate(self.parameters)]

@@ -13,8 +13,9 @@ from enum import StrEnum
 
 from inference_gateway.domain.errors import ModelNotFound, RequestRefused
 from treadle.contract.errors import InvalidArgument, TreadleError
+from treadle.contract.version import RESERVED_NAMES
 
-NONE_WORD, DEFAULT_WORD = "none", "default"  # no memory can be chosen that has one of these names
+NONE_WORD, DEFAULT_WORD = RESERVED_NAMES
 NAMES_TOLD_MAX = 16  # of memories, in a refusal
 TEXT_TOLD_MAX = 300  # characters of what others said, in a refusal
 _VERSION_PREFIX = re.compile(r"[0-9a-f]{8,64}")
