@@ -11,7 +11,7 @@ import pytest
 from treadle.contract import DataLoss, InvalidArgument, NotFound
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels.segment import Segment, SegmentWriter
-from treadle.kernels.segment_layout import HEADER_BYTES, Layout, header, seal_of, sealed
+from treadle.kernels.segment_layout import HEADER_BYTES, SMALL_ALIGN_BYTES, Layout, header, seal_of, sealed
 
 ROWS = np.random.default_rng(0).integers(0, 256, (18_000, 264), dtype=np.uint8)  # two chunks, the second one short
 TOKEN_MAP = np.arange(1_000, dtype=np.int32)
@@ -190,3 +190,19 @@ def test_a_closed_segment_gives_no_rows_and_arrays_taken_before_stay_valid(tmp_p
     assert (kept == ROWS[5:7]).all()
     with pytest.raises(InvalidArgument, match="closed"):
         _ = segment.rows
+
+
+def test_a_small_segment_is_guarded_like_a_large_one(tmp_path: Path) -> None:
+    path, small = tmp_path / "small.segment", SMALL_ALIGN_BYTES
+    with SegmentWriter(path, rows=3_000, row_bytes=18, header_bytes=small) as writer:
+        writer.append(ROWS.reshape(-1)[:54_000].reshape(3_000, 18))
+        writer.publish({"layer": "1"})
+    content = path.read_bytes()
+    for at in (0, 2, 7, 8, 60, 5_000, small - 1, small, small + 53_999, small + 54_000, len(content) - 1):
+        damaged = bytearray(content)
+        damaged[at] ^= 1
+        refused(path, damaged, "small.segment: ")
+    for size in (small - 1, small, len(content) - 1, len(content) - small):
+        refused(path, content[:size], "small.segment: ")
+    for length in (small, 2 * small - 8, HEADER_BYTES - 8, 2 * HEADER_BYTES - 8):  # another header's size
+        refused(path, length.to_bytes(8, "little") + content[8:], "small.segment: ")

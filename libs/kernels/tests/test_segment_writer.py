@@ -20,6 +20,7 @@ from treadle.contract import InvalidArgument, NotFound, ResourceExhausted, Table
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.kernels import crc32c
 from treadle.kernels.segment import Segment, SegmentWriter, segment_bytes
+from treadle.kernels.segment_layout import HEADER_BYTES, SMALL_ALIGN_BYTES, SMALL_TABLE_BYTES, Layout, header_bytes_for
 
 TWO_MIB = 2 << 20
 TOKEN_MAP = np.random.default_rng(0).integers(0, 40_000, 49_152).astype(np.int32)
@@ -273,3 +274,32 @@ with SegmentWriter(Path(sys.argv[1]), rows=800_000, row_bytes=320) as writer:
         [sys.executable, "-c", program, str(tmp_path / "a.segment")], capture_output=True, text=True, check=True, timeout=120
     )
     assert int(ran.stdout) < 12 << 20  # 256 MB were written; the header with its copies is what is seen
+
+
+@pytest.mark.parametrize("header_bytes", [SMALL_ALIGN_BYTES, 3 * SMALL_ALIGN_BYTES])
+def test_a_small_header_costs_a_small_table_little(tmp_path: Path, header_bytes: int) -> None:
+    rows, token_map = random_rows(20_000, 18), np.arange(500, dtype=np.int32)
+    path = tmp_path / "small.segment"
+    with SegmentWriter(path, rows=20_000, row_bytes=18, token_map=token_map, header_bytes=header_bytes) as writer:
+        writer.append(rows)
+        writer.publish({"model": "m"})
+    with Segment(path) as segment:
+        segment.verify()
+        assert segment.rows_offset_bytes == header_bytes
+        np.testing.assert_array_equal(segment.rows, rows)
+        assert segment.token_map is not None
+        np.testing.assert_array_equal(segment.token_map, token_map)
+        assert path.stat().st_size == segment.file_bytes == segment_bytes(20_000, 18, 500, header_bytes)
+        assert segment.file_bytes - rows.size < header_bytes + 2 * SMALL_ALIGN_BYTES
+    with safe_open(path, framework="numpy") as file:
+        np.testing.assert_array_equal(file.get_tensor("rows"), rows)
+
+
+def test_the_header_of_a_table_follows_its_size_and_its_metadata() -> None:
+    assert header_bytes_for(SMALL_TABLE_BYTES, 10) == HEADER_BYTES
+    assert header_bytes_for(SMALL_TABLE_BYTES - 1, 10) == SMALL_ALIGN_BYTES
+    assert header_bytes_for(3 << 20, 100_000) == 4 * SMALL_ALIGN_BYTES
+    assert header_bytes_for(3 << 20, 1 << 20) == HEADER_BYTES
+    for wrong in (0, 4096, SMALL_ALIGN_BYTES + 1, 2 * HEADER_BYTES):
+        with pytest.raises(InvalidArgument, match="header"):
+            Layout(10, 64, header_bytes=wrong)

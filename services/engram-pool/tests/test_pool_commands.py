@@ -59,7 +59,7 @@ def test_random_rows_are_loaded_listed_verified_and_removed(run: Run, manifest: 
     assert listed["version"] == loaded["version"]
     text = run("ls").stdout
     assert loaded["version"][:12] in text
-    assert "8.4 MB" in text
+    assert "4.5 MB" in text
     verified = document(run("verify", "ple", "--json"))
     assert (verified["version"], verified["intact"]) == (loaded["version"], True)
     assert verified["bytes"] == sum(loaded["rows"].values()) * 320

@@ -26,7 +26,7 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 if TYPE_CHECKING:
     from tests.conftest import Serve, StartPool
 
-ROWS_AT = 2 << 20
+ROWS_AT = 64 << 10  # of the small tables here
 
 
 def flip_byte(path: Path, at: int) -> None:

@@ -20,7 +20,8 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 if TYPE_CHECKING:
     from tests.conftest import Serve, Served
 
-ROWS_AT = 2 << 20
+ROWS_AT = 64 << 10  # of the small tables here
+PLE_BYTES = 4_456_448  # of its one segment
 PLE = pb.ModelRef(model="ple")
 
 
@@ -74,7 +75,7 @@ async def test_a_manifest_of_a_newer_release_is_left_untouched(serve: Serve, ple
         assert await names(served) == []
         assert served.metric("versions_left_total") == 1
     assert marker.read_bytes() == newer
-    assert (marker.parent / "layer-0.safetensors").stat().st_size == 8 << 20
+    assert (marker.parent / "layer-0.safetensors").stat().st_size == PLE_BYTES
     assert not list(folder.glob(".corrupt-*"))
 
 
@@ -83,7 +84,7 @@ async def test_rm_deletes_what_of_a_model_was_set_aside(serve: Serve, ple: Engra
     async with serve() as served:
         version = (await served.load(ple, None)).ref.version
         await spoil(served, folder, version)
-        assert served.metric("table_bytes", tier="corrupt") > 8 << 20
+        assert served.metric("table_bytes", tier="corrupt") > PLE_BYTES
         assert (await served.stub.Status(pb.StatusRequest())).table_bytes == 0
     async with serve() as served:
         answer = await served.stub.RemoveModel(pb.RemoveModelRequest(ref=PLE))
@@ -98,7 +99,7 @@ async def test_a_load_that_needs_the_room_deletes_what_was_set_aside_oldest_firs
     serve: Serve, ple: EngramModel, tmp_path: Path
 ) -> None:
     folder = tmp_path / "segments"
-    async with serve(table_bytes_max=20 << 20) as served:
+    async with serve(table_bytes_max=5 * PLE_BYTES // 2) as served:
         for seed in range(2):
             await spoil(served, folder, (await served.load(ple, None, seed=seed)).ref.version)
         assert len(list(folder.glob(".corrupt-*"))) == 2

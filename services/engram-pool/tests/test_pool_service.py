@@ -30,6 +30,7 @@ def tier_of(path: Path) -> str:
 
 
 MESSAGE_BYTES_MAX = 1 << 20
+PLE_BYTES = 4_456_448  # of its one segment: header and rows on 64 KiB boundaries
 Code = grpc.StatusCode
 Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 
@@ -106,7 +107,7 @@ async def test_open_model_says_where_a_mapped_reader_finds_the_same_rows(
         assert opened.fingerprint["version"] == loaded.ref.version
         assert [segment.layer for segment in opened.segments] == [1, 4]
         for segment in opened.segments:
-            assert segment.rows_offset_bytes % (2 << 20) == 0
+            assert segment.rows_offset_bytes % (64 << 10) == 0
             file = np.memmap(segment.path, np.uint8, "r")
             assert file.nbytes == segment.file_bytes
             rows = file[segment.rows_offset_bytes :][: segment.rows * segment.row_bytes].reshape(segment.rows, segment.row_bytes)
@@ -229,13 +230,13 @@ async def test_a_fingerprint_that_does_not_fit_is_refused_by_field(
 async def test_no_room_under_table_bytes_max_is_refused_before_anything_is_allocated(
     serve: Serve, ple: EngramModel, tmp_path: Path
 ) -> None:
-    async with serve(table_bytes_max=9_000_000) as served:
+    async with serve(table_bytes_max=PLE_BYTES + 1_000_000) as served:
         await served.load(ple, None)
         request = pb.LoadTableRequest(manifest_json=ple.to_json(), random=pb.RandomSource(seed=1))
         code, text, details = await served.failure(served.stub.LoadTable(request))
         assert code is Code.RESOURCE_EXHAUSTED
-        assert "needs 8388608 bytes" in text
-        assert "leaves 611392" in text
+        assert f"needs {PLE_BYTES} bytes" in text
+        assert "leaves 1000000" in text
         assert "treadle-retry-after-seconds" not in details  # only making room helps
         assert sorted(path.name for path in (tmp_path / "segments").iterdir()) == ["ple", "pool.lock"]
         assert served.metric("loads_total", outcome="refused") == 1
@@ -334,10 +335,10 @@ async def test_status_tells_build_protocol_memory_and_pages(serve: Serve, ple: E
         await served.load(ple, None)
         status = await served.stub.Status(pb.StatusRequest())
         assert (status.build_version, status.proto_version) == ("test", PROTO_VERSION)
-        assert (status.table_bytes, status.table_bytes_max) == (8 << 20, 1 << 30)
+        assert (status.table_bytes, status.table_bytes_max) == (PLE_BYTES, 1 << 30)
         assert status.segment_dir == str(tmp_path / "segments")
         assert status.page_bytes in (4096, 2 << 20)
-        assert served.metric("table_bytes", tier=tier_of(tmp_path)) == 8 << 20
+        assert served.metric("table_bytes", tier=tier_of(tmp_path)) == PLE_BYTES
         assert served.metric("page_bytes") == status.page_bytes
         assert served.metric("models_resident") == 1
 

@@ -20,7 +20,7 @@ from treadle.contract import DataLoss, InvalidArgument, NotFound
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels import crc32c
 from treadle.kernels.pages import file_system, map_for_gather, mapped_page_bytes, populate, will_need
-from treadle.kernels.segment_layout import HEADER_BYTES, Layout, parse_header, seal_of, unsealed
+from treadle.kernels.segment_layout import HEADER_BYTES, SMALL_ALIGN_BYTES, Layout, header_bytes_of, parse_header, seal_of, unsealed
 from treadle.kernels.segment_writer import SegmentWriter
 
 __all__ = ["Segment", "SegmentWriter", "segment_bytes"]
@@ -30,7 +30,7 @@ class Segment:
     """A published segment, mapped read-only; also a context manager.
 
     metadata:          what the writer was given, and "schema"
-    rows_offset_bytes: where the rows begin in the file, a multiple of 2 MiB
+    rows_offset_bytes: where the rows begin in the file, a multiple of 2 MiB, or of 64 KiB in a small file
     token_map:         [V] int32, a copy in this process, or None
     """
 
@@ -44,7 +44,7 @@ class Segment:
         try:
             self._layout, self.metadata = _checked_header(self._mapping)
             self._rows: NDArray[np.uint8] | None = np.frombuffer(
-                self._mapping, dtype=np.uint8, count=self._layout.table_bytes, offset=HEADER_BYTES
+                self._mapping, dtype=np.uint8, count=self._layout.table_bytes, offset=self._layout.header_bytes
             ).reshape(self._layout.rows, self._layout.row_bytes)
             self._crcs, self.token_map = _checked_tail(self._mapping, self._layout)
         except DataLoss as error:
@@ -52,7 +52,7 @@ class Segment:
             raise DataLoss(f"{path}: {error}") from error
         self.row_count = self._layout.rows
         self.row_bytes = self._layout.row_bytes
-        self.rows_offset_bytes = HEADER_BYTES
+        self.rows_offset_bytes = self._layout.header_bytes
         self.file_bytes = self._layout.file_bytes
 
     @property
@@ -72,11 +72,11 @@ class Segment:
             begin = chunk * CHUNK_BYTES
             end = min(begin + CHUNK_BYTES, flat.size)
             if end < flat.size:
-                will_need(self._mapping, HEADER_BYTES + end, min(CHUNK_BYTES, flat.size - end))
+                will_need(self._mapping, self.rows_offset_bytes + end, min(CHUNK_BYTES, flat.size - end))
             actual = crc32c(flat[begin:end])
             if actual != expected:
                 raise DataLoss(
-                    f"{self.path}: chunk {chunk} at byte {HEADER_BYTES + begin} is damaged: CRC32C {actual:08x}, written as {expected:08x}"
+                    f"{self.path}: chunk {chunk} at byte {self.rows_offset_bytes + begin} is damaged: CRC32C {actual:08x}, written as {expected:08x}"
                 )
             if progress is not None:
                 progress(end, flat.size)
@@ -110,9 +110,9 @@ class Segment:
         self.close()
 
 
-def segment_bytes(rows: int, row_bytes: int, token_map_size: int = 0) -> int:
-    """Size of the file that holds such a table, a multiple of 2 MiB. Raises InvalidArgument beyond the limits."""
-    return Layout(rows, row_bytes, token_map_size).file_bytes
+def segment_bytes(rows: int, row_bytes: int, token_map_size: int = 0, header_bytes: int = HEADER_BYTES) -> int:
+    """Size of the file that holds such a table (see Layout.file_bytes). Raises InvalidArgument beyond the limits."""
+    return Layout(rows, row_bytes, token_map_size, header_bytes).file_bytes
 
 
 def _mapped(path: Path) -> tuple[mmap.mmap, str]:
@@ -122,7 +122,7 @@ def _mapped(path: Path) -> tuple[mmap.mmap, str]:
         raise NotFound(f"{path}: no such segment") from error
     try:
         size = os.fstat(descriptor).st_size
-        if size < HEADER_BYTES:
+        if size < SMALL_ALIGN_BYTES:
             raise DataLoss(f"{path}: {size} bytes are no whole segment")
         return map_for_gather(descriptor, size), file_system(descriptor)
     finally:
@@ -130,7 +130,7 @@ def _mapped(path: Path) -> tuple[mmap.mmap, str]:
 
 
 def _checked_header(mapping: mmap.mmap) -> tuple[Layout, dict[str, str]]:
-    text, seal = unsealed(mapping[:HEADER_BYTES])
+    text, seal = unsealed(mapping[: header_bytes_of(mapping[:8])])
     layout, metadata = parse_header(text)
     if layout.file_bytes != len(mapping):
         raise DataLoss(f"{len(mapping)} bytes, the header says {layout.file_bytes}: torn or truncated")

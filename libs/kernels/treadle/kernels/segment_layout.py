@@ -1,12 +1,14 @@
-"""What a segment file looks like: a safetensors file whose rows begin at a 2 MiB boundary.
+"""What a segment file looks like: a safetensors file whose rows begin at a 2 MiB boundary, or at a 64 KiB one if they are few.
 
-    0         u64 length of the JSON header; the header: metadata, tensors, spaces up to 2 MiB
-    2 MiB     rows       U8  [N, row_bytes]
+    0         u64 length of the JSON header; the header: metadata, tensors, spaces up to `header_bytes`
+    header_bytes
+              rows       U8  [N, row_bytes]
               crc32c     U32 [chunks]          of each CHUNK_BYTES of the rows
               token_map  I32 [V]               where the family has one
-              pad        U8  [...]             zeros up to a multiple of 2 MiB: hugetlbfs has whole pages only
+              pad        U8  [...]             zeros up to a multiple of 2 MiB, behind a smaller header of 64 KiB
 
-The format allows neither holes nor trailing bytes, so the tensors follow each other and `pad` is one of them. The first metadata
+hugetlbfs has whole huge pages only, and a large table gains by them; to a memory of 3 MB a layer the same boundaries would add as
+much again. The format allows neither holes nor trailing bytes, so the tensors follow each other and `pad` is one of them. The first metadata
 entry is the *seal*: the CRC32C of the header (with eight zeros in the seal's place), the crc32c tensor and the token map. Seal and
 chunk checksums together cover every byte; `pad` is all zeros. Owns names, offsets and the header's text; reads and writes no file.
 """
@@ -25,7 +27,9 @@ from treadle.kernels import crc32c
 from treadle.kernels.pages import HUGE_PAGE_BYTES
 
 SCHEMA = "treadle.segment/1"
-HEADER_BYTES = HUGE_PAGE_BYTES  # all of it: a manifest of 1 MiB fits, and readers know the size before they read
+HEADER_BYTES = HUGE_PAGE_BYTES  # the most, and what large tables have: a manifest of 1 MiB fits
+SMALL_ALIGN_BYTES = 64 << 10  # whole pages on every machine
+SMALL_TABLE_BYTES = 32 << 20  # a table below this has few TLB misses to lose
 SEAL_KEY = "treadle.crc32c"
 TOKEN_MAP_MAX = 1 << 24  # raw token ids; the largest vocabularies have some 260,000
 _LENGTH_BYTES = 8
@@ -41,8 +45,13 @@ class Layout:
     rows: int
     row_bytes: int
     token_map_size: int = 0
+    header_bytes: int = HEADER_BYTES
 
     def __post_init__(self) -> None:
+        if self.header_bytes % SMALL_ALIGN_BYTES or not 0 < self.header_bytes <= HEADER_BYTES:
+            raise InvalidArgument(
+                f"header: a multiple of {SMALL_ALIGN_BYTES} bytes up to {HEADER_BYTES}, got {self.header_bytes!r}"
+            )
         for name, value, low, high in (
             ("rows", self.rows, 1, ROWS_MAX),
             ("row_bytes", self.row_bytes, ROW_BYTES_MIN, ROW_BYTES_MAX),
@@ -64,7 +73,7 @@ class Layout:
     @property
     def tail_at(self) -> int:
         """Where the crc32c tensor begins; the token map follows it at once."""
-        return HEADER_BYTES + self.table_bytes
+        return self.header_bytes + self.table_bytes
 
     @property
     def tail_bytes(self) -> int:
@@ -78,8 +87,8 @@ class Layout:
 
     @property
     def file_bytes(self) -> int:
-        """Size of the file, a multiple of 2 MiB."""
-        return -(-self.pad_at // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        """Size of the file, a multiple of 2 MiB, or of 64 KiB behind a header smaller than that."""
+        return _up(self.pad_at, HUGE_PAGE_BYTES if self.header_bytes == HEADER_BYTES else SMALL_ALIGN_BYTES)
 
     def tensors(self) -> dict[str, dict[str, Any]]:
         """The entries of the safetensors header; offsets there count from the end of the header."""
@@ -98,8 +107,15 @@ class Layout:
         return entries
 
 
+def header_bytes_for(table_bytes: int, metadata_bytes: int) -> int:
+    """Size of the header of a table of `table_bytes` whose metadata has about `metadata_bytes` of text."""
+    if table_bytes >= SMALL_TABLE_BYTES:
+        return HEADER_BYTES
+    return min(_up(2 * metadata_bytes, SMALL_ALIGN_BYTES), HEADER_BYTES)  # twice: quotes in a manifest are escaped
+
+
 def header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
-    """The first HEADER_BYTES of the file, not sealed yet. Raises InvalidArgument for metadata that does not fit or is no text."""
+    """The first `layout.header_bytes` of the file, not sealed yet. Raises InvalidArgument for metadata that does not fit or is no text."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise InvalidArgument(f"metadata: text to text, got {key!r}: {type(value).__name__}")
@@ -107,7 +123,7 @@ def header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
         raise InvalidArgument(f"metadata: {SEAL_KEY} is not yours to set, and schema is {SCHEMA}")
     entries = {SEAL_KEY: _NO_SEAL.decode(), "schema": SCHEMA} | dict(metadata)
     text = json.dumps({"__metadata__": entries} | layout.tensors(), separators=(",", ":")).encode()
-    room = HEADER_BYTES - _LENGTH_BYTES
+    room = layout.header_bytes - _LENGTH_BYTES
     if len(text) > room:
         raise InvalidArgument(f"metadata: the header takes {len(text)} bytes with it, the limit is {room}")
     return room.to_bytes(_LENGTH_BYTES, "little") + text.ljust(room)
@@ -123,10 +139,17 @@ def sealed(unsealed_header: bytes, seal: bytes) -> bytes:
     return unsealed_header[:_SEAL_AT] + seal + unsealed_header[_SEAL_AT + len(_NO_SEAL) :]
 
 
+def header_bytes_of(begin: bytes) -> int:
+    """Size of the header of a file that begins so. Raises DataLoss if this is no segment."""
+    size = int.from_bytes(begin[:_LENGTH_BYTES], "little") + _LENGTH_BYTES
+    if size % SMALL_ALIGN_BYTES or not _LENGTH_BYTES < size <= HEADER_BYTES:
+        raise DataLoss("not a segment, or one that was never published: its header is missing")
+    return size
+
+
 def unsealed(sealed_header: bytes) -> tuple[bytes, bytes]:
     """The header as it was before sealing, and its seal. Raises DataLoss if this is no segment."""
-    length = int.from_bytes(sealed_header[:_LENGTH_BYTES], "little")
-    if length != HEADER_BYTES - _LENGTH_BYTES or sealed_header[_LENGTH_BYTES:_SEAL_AT] != _BEFORE_SEAL:
+    if header_bytes_of(sealed_header) != len(sealed_header) or sealed_header[_LENGTH_BYTES:_SEAL_AT] != _BEFORE_SEAL:
         raise DataLoss("not a segment, or one that was never published: its header is missing")
     return sealed(sealed_header, _NO_SEAL), sealed_header[_SEAL_AT : _SEAL_AT + len(_NO_SEAL)]
 
@@ -138,7 +161,7 @@ def parse_header(unsealed_header: bytes) -> tuple[Layout, dict[str, str]]:
         entries = json.loads(unsealed_header[_LENGTH_BYTES:end])
         metadata = entries.pop("__metadata__")
         rows, row_bytes = entries["rows"]["shape"]
-        layout = Layout(rows, row_bytes, entries["token_map"]["shape"][0] if "token_map" in entries else 0)
+        layout = Layout(rows, row_bytes, entries["token_map"]["shape"][0] if "token_map" in entries else 0, len(unsealed_header))
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataLoss(f"the header is damaged: {error!r}") from error
     except InvalidArgument as error:
@@ -150,3 +173,7 @@ def parse_header(unsealed_header: bytes) -> tuple[Layout, dict[str, str]]:
     if metadata.pop(SEAL_KEY, None) is None or metadata.get("schema") != SCHEMA:
         raise DataLoss(f"schema: {SCHEMA} expected, got {metadata.get('schema')!r}")
     return layout, metadata
+
+
+def _up(size: int, align: int) -> int:
+    return -(-size // align) * align

@@ -35,17 +35,20 @@ class SegmentWriter:
     Anonymous memory is a few hundred bytes for each chunk of CHUNK_BYTES, whatever the size of the table.
     """
 
-    def __init__(self, path: Path, *, rows: int, row_bytes: int, token_map: NDArray[np.int32] | None = None) -> None:
+    def __init__(
+        self, path: Path, *, rows: int, row_bytes: int, token_map: NDArray[np.int32] | None = None, header_bytes: int = HEADER_BYTES
+    ) -> None:
         """Allocate the whole file as `<path>.partial`.
 
-        token_map: [V] int32, copied
+        token_map:    [V] int32, copied
+        header_bytes: room for what `publish` is given (`segment_layout.header_bytes_for`); the rows begin behind it
         Raises ResourceExhausted naming path and bytes if there is no room, Unavailable if someone else is writing that path,
         InvalidArgument for sizes beyond the limits.
         """
         if token_map is not None and (token_map.dtype != np.int32 or token_map.ndim != 1):
             raise InvalidArgument(f"token_map: int32 [V] expected, got {token_map.dtype.name} {list(token_map.shape)}")
         self.path = path
-        self._layout = Layout(rows, row_bytes, 0 if token_map is None else token_map.shape[0])
+        self._layout = Layout(rows, row_bytes, 0 if token_map is None else token_map.shape[0], header_bytes)
         self._token_map = b"" if token_map is None else token_map.astype("<i4").tobytes()
         self._written = 0  # bytes of rows
         self._crc, self._sha256 = 0, hashlib.sha256()  # of the chunk that is being filled
@@ -117,7 +120,7 @@ class SegmentWriter:
         self.abort()
 
     def _append_block(self, block: NDArray[np.uint8]) -> None:
-        self._bytes.write(HEADER_BYTES + self._written, block)
+        self._bytes.write(self._layout.header_bytes + self._written, block)
         self._crc = crc32c(block, self._crc)
         self._sha256.update(block.data)
         self._written += block.size

@@ -35,9 +35,10 @@ class StagedVersion:
         self._kept: dict[str, str] = {}  # name of a file beside the segments -> its sha256
         self._open = ExitStack()
 
-    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None) -> SegmentWriter:
+    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int) -> SegmentWriter:
         """Begin the table of `layer`; its whole file is allocated. Raises ResourceExhausted."""
-        writer = SegmentWriter(self._path / segment_name(layer), rows=rows, row_bytes=row_bytes, token_map=token_map)
+        path = self._path / segment_name(layer)
+        writer = SegmentWriter(path, rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes)
         self._writers[layer] = self._open.enter_context(writer)
         return writer
 

@@ -27,8 +27,10 @@ from engram_pool.domain.token_maps import check_token_map, read_token_map
 from engram_pool.domain.v41_config import v41_template
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Table, TreadleError
 from treadle.kernels.segment import segment_bytes
+from treadle.kernels.segment_layout import header_bytes_for
 
 SLICE_BYTES = 8 << 20  # two of them, their scratch and a random block stay far below the 256 MiB that a load may take
+METADATA_BYTES = 16 << 10  # beside the template: the tables of up to 64 layers, digests of weights and card
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,8 @@ class _Copies:
         for layer in self._source.model.layers:
             yield Progress(self._done, self._total, f"layer {layer}")
             rows, row_bytes = self._source.row_count(layer), self._source.model.row.bytes
-            writer = await self._compute.run(self._staging.writer, layer, rows, row_bytes, self._source.token_map)
+            header_bytes = _header_bytes(self._source, layer)
+            writer = await self._compute.run(self._staging.writer, layer, rows, row_bytes, self._source.token_map, header_bytes)
             async with aclosing(self._copy(layer, rows, writer)) as slices:
                 async for _ in slices:
                     if self._pace.due():
@@ -205,7 +208,16 @@ class _Copies:
 def _bytes_needed(source: RowSource) -> int:
     words = 0 if source.token_map is None else source.token_map.shape[0]
     kept = source.kept_bytes if isinstance(source, GrownRows) else 0
-    return kept + sum(segment_bytes(source.row_count(layer), source.model.row.bytes, words) for layer in source.model.layers)
+    return kept + sum(
+        segment_bytes(source.row_count(layer), source.model.row.bytes, words, _header_bytes(source, layer))
+        for layer in source.model.layers
+    )
+
+
+def _header_bytes(source: RowSource, layer: int) -> int:
+    """Room for a manifest with its tables, and for digests beside it."""
+    table_bytes = source.row_count(layer) * source.model.row.bytes
+    return header_bytes_for(table_bytes, len(source.model.to_json()) + METADATA_BYTES)
 
 
 def _template(manifest_json: bytes) -> EngramModel:

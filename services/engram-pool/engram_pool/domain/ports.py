@@ -134,8 +134,8 @@ class TableWriter(Protocol):
 class Staging(Protocol):
     """A version in the making: nobody sees it before `commit`."""
 
-    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None) -> TableWriter:
-        """Begin a table. Raises ResourceExhausted if its bytes cannot be had."""
+    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int) -> TableWriter:
+        """Begin a table, with so much room for what stands before its rows. Raises ResourceExhausted if its bytes cannot be had."""
 
     def keep_fusion(self, pieces: Iterable[bytes]) -> str:
         """Write fusion weights beside the tables; their sha256. Raises ResourceExhausted if there is no room."""
