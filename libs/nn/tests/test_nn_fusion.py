@@ -15,6 +15,7 @@ from treadle.contract.families import demo_model
 from treadle.nn.config import ModelConfig
 from treadle.nn.dequantise import dequantise
 from treadle.nn.fusion import RANDOM_ROW_RMS, EngramFusion
+from treadle.nn.half_linear import HalfLinear
 from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
 
@@ -206,10 +207,10 @@ def test_saved_weights_come_back_and_other_bytes_are_refused(tmp_path: Path) -> 
     model = engram("demo", digest)
     assert EngramFusion.load(tmp_path / "fusion.safetensors", model, HIDDEN).to_bytes() == fusion.to_bytes()
 
-    with pytest.raises(InvalidArgument, match="made for"):
-        EngramFusion.load(tmp_path / "fusion.safetensors", model, HIDDEN + 2)
-    with pytest.raises(InvalidArgument, match="made for"):
-        EngramFusion.load(tmp_path / "fusion.safetensors", replace(model, fusion=Fusion("v4.1", digest)), HIDDEN)
+    for other, hidden in ((model, HIDDEN + 2), (replace(model, fusion=Fusion("v4.1", digest)), HIDDEN)):
+        with pytest.raises(FingerprintMismatch) as refused:
+            EngramFusion.load(tmp_path / "fusion.safetensors", other, hidden)
+        assert refused.value.field == "fusion.shape"
     with pytest.raises(InvalidArgument, match="names no weights"):
         EngramFusion.load(tmp_path / "fusion.safetensors", engram(), HIDDEN)
     EngramFusion.build(engram(), HIDDEN, seed=10).save(tmp_path / "fusion.safetensors")
@@ -248,3 +249,39 @@ def test_bf16_hidden_states_get_a_bf16_delta() -> None:
     fusion = EngramFusion.build(engram("v4.1"), HIDDEN)
     delta = fusion(0, hidden_states().to(torch.bfloat16), random_rows())
     assert delta.dtype == torch.bfloat16
+
+
+def test_weights_of_a_bf16_file_keep_their_bytes_and_give_what_their_values_in_fp32_give(tmp_path: Path) -> None:
+    whole = EngramFusion.build(engram("v4.1"), HIDDEN, seed=4, delta_rms=1.0)
+    short = whole.to(torch.bfloat16)
+    digest = short.save(tmp_path / "short")
+    loaded = EngramFusion.load(tmp_path / "short", engram("v4.1", digest), HIDDEN)
+    assert loaded.to_bytes() == (tmp_path / "short").read_bytes()
+    digest = short.to(torch.float32).save(tmp_path / "whole")
+    expected = EngramFusion.load(tmp_path / "whole", engram("v4.1", digest), HIDDEN)
+    for tokens in (1, 3, TOKENS):
+        hidden, rows = hidden_states(tokens), random_rows(tokens)
+        torch.testing.assert_close(loaded(2, hidden, rows), expected(2, hidden, rows), atol=1e-6, rtol=1e-6)
+
+
+def test_sixteen_bit_weights_are_multiplied_in_fp32_and_others_are_left_to_the_plain_product() -> None:
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)) * 0.02
+    rows = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    assert not HalfLinear.fits(weight)
+    assert not HalfLinear.fits(torch.full((2, 2), 1e5))
+    assert not HalfLinear.fits(torch.full((2, 2), float("nan")))
+    short = weight.to(torch.bfloat16)
+    if not HalfLinear.fits(short):
+        pytest.skip("this processor has no such kernel")
+    exact = (rows.double() @ short.double().T + 1.0).to(torch.float32)
+    torch.testing.assert_close(HalfLinear(short, torch.ones(96))(rows), exact, atol=1e-6, rtol=1e-6)
+
+
+def test_packed_weights_do_without_the_plain_ones_which_then_cannot_be_written() -> None:
+    kept, alone = (EngramFusion.build(engram("v4.1"), HIDDEN, seed=4).to(torch.bfloat16) for _ in range(2))
+    kept.pack()
+    alone.pack(keep=False)
+    assert torch.equal(alone(2, hidden_states(), random_rows()), kept(2, hidden_states(), random_rows()))
+    assert kept.to_bytes()
+    with pytest.raises(InvalidArgument, match="keep=True"):
+        alone.to_bytes()

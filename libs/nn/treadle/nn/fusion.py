@@ -27,6 +27,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from treadle.contract import EngramModel, canonical_json
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound
 from treadle.nn.dequantise import dequantise
+from treadle.nn.half_linear import HalfLinear
 from treadle.nn.kv import SequenceKV
 from treadle.nn.linear import Linear
 
@@ -55,7 +56,7 @@ class FusionShape:
 
 
 class FusionLayer(nn.Module):
-    """Frozen weights of one Engram layer.
+    """Frozen weights of one Engram layer, of the dtype they were stored in; all is computed in fp32.
 
     wkv: [2 hidden, inputs], keys before values; bias: [2 hidden] or None; query_weight, key_weight, conv_norm: [hidden]
     conv: [hidden, CONV_KERNEL], the last column meets the current token; None without a convolution
@@ -72,25 +73,36 @@ class FusionLayer(nn.Module):
         super().__init__()
         for name in ("wkv", "bias", "query_weight", "key_weight", "conv_norm", "conv"):
             self.register_buffer(name, weights.get(name))
-        self._packed: Linear | None = None
+        self._packed: Linear | HalfLinear | None = None
 
-    def project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Key and value, each [T, hidden] fp32, of rows [T, inputs] fp32. On CPU the weight is packed at first use."""
-        if rows.device.type == "cpu" and self._packed is None:
-            self._packed = Linear(self.wkv, self.bias)
-        out = self._packed(rows) if rows.device.type == "cpu" and self._packed else linear(rows, self.wkv, self.bias)
-        key, value = out.chunk(2, dim=-1)
-        return key, value
+    def pack(self, *, keep: bool = True) -> None:
+        """Lay the projection out for the CPU now, and not at first use; keep: see EngramFusion.pack."""
+        if self._packed is None and self.wkv.device.type == "cpu":
+            bias = None if self.bias is None else self.bias.to(torch.float32)
+            fits = HalfLinear.fits(self.wkv)
+            self._packed = HalfLinear(self.wkv, bias) if fits else Linear(self.wkv.to(torch.float32), bias)
+        if self._packed is not None and not keep:
+            self.wkv = self.wkv.new_empty(0)
 
-    def gate(self, hidden: Tensor, key: Tensor, form: str) -> Tensor:
-        """[T] in (0, 1) for hidden and key [T, hidden] fp32."""
-        eps, width = GATE_EPS[form], (hidden.shape[-1],)
-        dot = (rms_norm(hidden, width, self.query_weight, eps) * rms_norm(key, width, self.key_weight, eps)).sum(-1)
-        dot = dot / hidden.shape[-1] ** 0.5
-        root = dot.abs().clamp_min(DOT_MIN).sqrt()
-        if form == "demo":
-            return torch.sigmoid(root * dot.sign())
-        return torch.sigmoid(torch.where(dot < 0, -root, root))  # at exactly 0 the two forms differ
+    def project(self, rows: Tensor) -> Tensor:
+        """Keys beside values, [T, 2 hidden] fp32, of rows [T, inputs] fp32. On CPU the weight is packed at first use."""
+        if rows.device.type == "cpu":
+            self.pack()
+            assert self._packed is not None
+            return self._packed(rows)
+        bias = None if self.bias is None else self.bias.to(torch.float32)
+        return linear(rows, self.wkv.to(torch.float32), bias)
+
+
+def gate(hidden: Tensor, key: Tensor, query_weight: Tensor, key_weight: Tensor, form: str) -> Tensor:
+    """[T] in (0, 1) for hidden and key [T, hidden] fp32; weights [hidden], or [T, hidden] where each token has its own."""
+    eps, width = GATE_EPS[form], (hidden.shape[-1],)
+    query = rms_norm(hidden, width, None, eps) * query_weight.to(torch.float32)
+    dot = (query * (rms_norm(key, width, None, eps) * key_weight.to(torch.float32))).sum(-1) / hidden.shape[-1] ** 0.5
+    root = dot.abs().clamp_min(DOT_MIN).sqrt()
+    if form == "demo":
+        return torch.sigmoid(root * dot.sign())
+    return torch.sigmoid(torch.where(dot < 0, -root, root))  # at exactly 0 the two forms differ
 
 
 class EngramFusion(nn.Module):
@@ -100,6 +112,7 @@ class EngramFusion(nn.Module):
         super().__init__()
         self.shape = shape
         self.row = model.row
+        self.kind = f"{shape.form} {shape.inputs} {model.row}"  # memories of one kind are read and gated in the same way
         self.parts = nn.ModuleDict({str(layer): FusionLayer(weights[layer]) for layer in shape.layers})
 
     @classmethod
@@ -122,24 +135,45 @@ class EngramFusion(nn.Module):
     def load(cls, path: Path, model: EngramModel, hidden: int) -> EngramFusion:
         """Read weights that `save` wrote; their sha256 must be the manifest's fusion.weights.
 
-        Raises NotFound, InvalidArgument (a manifest without a digest, or another shape), FingerprintMismatch (field
-        `fusion.weights`: other bytes than the manifest asks for), DataLoss (the digest fits, but it is no such file).
+        Raises NotFound, and what `from_bytes` does.
+        """
+        return cls.from_bytes(_read(path), model, hidden, origin=str(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, model: EngramModel, hidden: int, *, origin: str = "fusion weights") -> EngramFusion:
+        """The weights in `data`, a file that `save` wrote, in the dtype they have there; `origin` names it in errors.
+
+        Raises InvalidArgument (a manifest without a digest, a tensor of another size), FingerprintMismatch (field
+        `fusion.weights`: other bytes than the manifest asks for; `fusion.shape`: made for another hidden width, or other
+        layers or rows), DataLoss (the digest fits, but it is no such file).
         """
         if model.fusion is None or model.fusion.weights is None:
             raise InvalidArgument(f"fusion.weights: the manifest of {model.name} names no weights; build them from a seed")
-        data = _read(path)
         digest = hashlib.sha256(data).hexdigest()
         if digest != model.fusion.weights:
             raise FingerprintMismatch("fusion.weights", model.fusion.weights, digest)
-        tensors, metadata = _parse(path, data)
+        tensors, metadata = _parse(origin, data)
         with_conv = any(name.endswith(".conv") for name in tensors)
         shape = _shape(model, hidden, with_conv)
         if metadata != shape.to_json():
-            raise InvalidArgument(f"{path}: made for {metadata}, the model needs {shape.to_json()}")
+            raise FingerprintMismatch("fusion.shape", shape.to_json(), metadata)
         return cls(model, shape, {layer: _layer_weights(shape, layer, tensors) for layer in shape.layers})
 
+    def pack(self, *, keep: bool = True) -> None:
+        """Lay all projections out for the CPU now, where the caller has the time, and not in the first step.
+
+        keep: False lets go of the plain weights, half of what a fusion occupies; it can then not be written or moved any more
+        """
+        for layer in self.shape.layers:
+            self.part(layer).pack(keep=keep)
+
     def to_bytes(self) -> bytes:
-        """The weights as a safetensors file; its sha256 is what a manifest's fusion.weights holds."""
+        """The weights as a safetensors file; its sha256 is what a manifest's fusion.weights holds.
+
+        Raises InvalidArgument once `pack` has let go of them.
+        """
+        if not all(self.part(layer).wkv.numel() for layer in self.shape.layers):
+            raise InvalidArgument("fusion: only the packed weights are left, which no file holds; pack with keep=True")
         tensors = {name.removeprefix("parts."): tensor.contiguous() for name, tensor in self.state_dict().items()}
         data: bytes = save(tensors, {"treadle": self.shape.to_json()})  # one key: a second would be written in random order
         return data
@@ -176,22 +210,27 @@ class EngramFusion(nn.Module):
         Returns [T, hidden] of hidden's dtype, computed in fp32.
         Raises InvalidArgument (shapes, a layer without an Engram, a convolution without its sequences).
         """
-        part = self._part(layer)
-        self._check(hidden, rows, live)
-        key, value = part.project(dequantise(rows, self.row).flatten(1))
-        value = part.gate(hidden.to(torch.float32), key, self.shape.form).unsqueeze(-1) * value
+        part = self.part(layer)
+        self.check(hidden, rows, live)
+        key, value = part.project(dequantise(rows, self.row).flatten(1)).chunk(2, dim=-1)
+        trust = gate(hidden.to(torch.float32), key, part.query_weight, part.key_weight, self.shape.form)
+        return self.gated(layer, trust.unsqueeze(-1) * value, live, starts, kv).to(hidden.dtype)
+
+    def gated(self, layer: int, value: Tensor, live: Tensor | None, starts: Sequence[int], kv: Sequence[SequenceKV]) -> Tensor:
+        """The delta [T, hidden] of gated values [T, hidden] fp32: tokens that are not live silenced, the convolution added."""
+        part = self.part(layer)
         if live is not None:
             value = torch.where(live.unsqueeze(-1), value, 0.0)  # chosen, not multiplied: garbage may be NaN
-        if part.conv is not None:
-            value = value + self._short_conv(part, layer, value, starts, kv)
-        return value.to(hidden.dtype)
+        return value if part.conv is None else value + self._short_conv(part, layer, value, starts, kv)
 
     def _short_conv(self, part: FusionLayer, layer: int, value: Tensor, starts: Sequence[int], kv: Sequence[SequenceKV]) -> Tensor:
         """SiLU of the causal depthwise convolution over each sequence; zeros stand before its first token."""
         if len(starts) != len(kv) + 1 or starts[-1] != len(value):
             raise InvalidArgument("fusion: the convolution needs the step's starts and sequences; make them with `history_widths`")
         assert part.conv is not None
-        normed = rms_norm(value, (self.shape.hidden,), part.conv_norm, CONV_EPS)
+        assert part.conv_norm is not None
+        conv = part.conv.to(torch.float32)
+        normed = rms_norm(value, (self.shape.hidden,), part.conv_norm.to(torch.float32), CONV_EPS)
         dilation, before = self.shape.dilation, (CONV_KERNEL - 1) * self.shape.dilation
         pieces, bases = [], []
         for index, sequence in enumerate(kv):
@@ -203,19 +242,21 @@ class EngramFusion(nn.Module):
             torch.cat(pieces),
             torch.cat(bases),
         )  # each sequence's chunk behind its own past; row of each token's oldest tap
-        out = padded[base] * part.conv[:, 0]
+        out = padded[base] * conv[:, 0]
         for tap in range(1, CONV_KERNEL):
-            out = out + padded[base + tap * dilation] * part.conv[:, tap]
+            out = out + padded[base + tap * dilation] * conv[:, tap]
         return silu(out)
 
-    def _part(self, layer: int) -> FusionLayer:
+    def part(self, layer: int) -> FusionLayer:
+        """The weights of one layer. Raises InvalidArgument for a layer without an Engram."""
         if layer not in self.shape.layers:
             raise InvalidArgument(f"layer {layer}: the fusion has layers {list(self.shape.layers)}")
         part = self.parts[str(layer)]
         assert isinstance(part, FusionLayer)
         return part
 
-    def _check(self, hidden: Tensor, rows: Tensor, live: Tensor | None) -> None:
+    def check(self, hidden: Tensor, rows: Tensor, live: Tensor | None) -> None:
+        """Raise InvalidArgument unless the arrays have the shapes that `forward` asks for."""
         if hidden.ndim != 2 or hidden.shape[1] != self.shape.hidden or rows.shape[0] != hidden.shape[0]:
             raise InvalidArgument(
                 f"fusion: hidden [T, {self.shape.hidden}] and rows [T, …] expected, got {list(hidden.shape)}, {list(rows.shape)}"
@@ -261,10 +302,10 @@ def _layer_weights(shape: FusionShape, layer: int, tensors: Mapping[str, Tensor]
     weights = {}
     for name, size in _sizes(shape).items():
         tensor = tensors.get(f"{layer}.{name}")
-        if tensor is None or tuple(tensor.shape) != size:
-            found = "absent" if tensor is None else list(tensor.shape)
+        if tensor is None or tuple(tensor.shape) != size or not tensor.is_floating_point():
+            found = "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
             raise InvalidArgument(f"fusion weights: {layer}.{name} is {found}, {list(size)} expected")
-        weights[name] = tensor.to(torch.float32)
+        weights[name] = tensor
     return weights
 
 
@@ -276,10 +317,10 @@ def _read(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _parse(path: Path, data: bytes) -> tuple[dict[str, Tensor], str]:
+def _parse(origin: str, data: bytes) -> tuple[dict[str, Tensor], str]:
     try:
         tensors = load(data)
         header: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return tensors, str(header["__metadata__"]["treadle"])
     except (SafetensorError, ValueError, KeyError) as error:
-        raise DataLoss(f"{path}: not a file of fusion weights: {error!r}") from error
+        raise DataLoss(f"{origin}: not a file of fusion weights: {error!r}") from error
