@@ -19,6 +19,7 @@ from treadle.contract import (
     WaitPolicy,
     Windows,
 )
+from treadle.dataplane import DeadlineQueue, Ticket
 from treadle.kernels import HashPlan, reference
 
 IDS = [5, 9, 2, 499, 17, 17, 3, 250]
@@ -161,22 +162,25 @@ def test_a_missed_ticket_is_counted_under_the_policy_fail_too(small: Any) -> Non
             step.rows(1)
 
 
-def test_a_prefetch_that_is_refused_half_way_leaves_no_ticket_behind(small: Any) -> None:
-    source = TableSource(Transport.FAKE, small.model, small.tables, small.token_map)
-    tickets: list[Any] = []
-    submit: Any = source._queue.submit_lookup
+class FullAtTheSecond(DeadlineQueue):
+    """A queue with room for one ticket."""
 
-    def full_at_the_second(*args: Any) -> Any:
-        if tickets:
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets: list[Ticket] = []
+
+    def submit_lookup(self, *arguments: Any) -> Ticket:
+        if self.tickets:
             raise ResourceExhausted("queue: full")
-        tickets.append(submit(*args))
-        return tickets[0]
+        self.tickets.append(super().submit_lookup(*arguments))
+        return self.tickets[0]
 
-    source._queue.submit_lookup = full_at_the_second  # type: ignore[method-assign,assignment]
-    with EngramHandle(small.model, small.model.version, source) as handle:
+
+def test_a_prefetch_that_is_refused_half_way_leaves_no_ticket_behind(handle: EngramHandle) -> None:
+    with FullAtTheSecond() as queue:
         with pytest.raises(ResourceExhausted):
-            handle.prefetch(windows(), soon(1, 4))
-        assert tickets[0].done
+            handle.prefetch(windows(), soon(1, 4), queue=queue)
+        assert queue.tickets[0].done
 
 
 def test_a_source_that_cannot_be_made_keeps_nothing_open(small: Any) -> None:

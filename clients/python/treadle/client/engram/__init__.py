@@ -2,9 +2,10 @@
 
 from treadle.client.engram.handle import EngramHandle, fake_handle
 from treadle.client.engram.pool import AsyncEngramPool, EngramPool
-from treadle.client.engram.step_prefetcher import LayerFigures, Step, StepPrefetcher
+from treadle.client.engram.step_prefetcher import GroupRows, LayerFigures, Step, StepPrefetcher
 from treadle.client.engram.ticket import LayerRows, LookupTicket
 
 __all__ = [
-    "AsyncEngramPool", "EngramHandle", "EngramPool", "LayerFigures", "LayerRows", "LookupTicket", "Step", "StepPrefetcher", "fake_handle",
+    "AsyncEngramPool", "EngramHandle", "EngramPool", "GroupRows", "LayerFigures", "LayerRows", "LookupTicket", "Step",
+    "StepPrefetcher", "fake_handle",
 ]  # fmt: skip

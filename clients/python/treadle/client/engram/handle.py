@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from treadle.client.engram.sources import FakeSource, RowSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
+from treadle.dataplane import DeadlineQueue
 
 
 class EngramHandle:
@@ -18,8 +20,9 @@ class EngramHandle:
     Thread-safe but for `close`. Mapped and local handles go on working while the pool is down.
     """
 
-    def __init__(self, model: EngramModel, version: str, source: RowSource) -> None:
-        self.model, self.version, self._source = model, version, source
+    def __init__(self, model: EngramModel, version: str, source: RowSource, card: Mapping[str, Any] | None = None) -> None:
+        """card: what a grown memory says of its origin and effect, JSON values; None where there is none"""
+        self.model, self.version, self.card, self._source = model, version, card, source
 
     @property
     def transport(self) -> Transport:
@@ -58,14 +61,18 @@ class EngramHandle:
         self._source.lookup(wanted, windows, outs)
         return outs
 
-    def prefetch(self, windows: Windows, deadlines: Mapping[int, Deadline], out: Mapping[int, Rows] | None = None) -> LookupTicket:
+    def prefetch(
+        self, windows: Windows, deadlines: Mapping[int, Deadline], out: Mapping[int, Rows] | None = None,
+        queue: DeadlineQueue | None = None,
+    ) -> LookupTicket:  # fmt: skip
         """Start a lookup of the layers in `deadlines`, earliest first; returns at once.
 
+        queue: where mapped and local rows are gathered, for callers with many handles; None: by threads of this handle's own
         The arrays of `windows` and `out` belong to the ticket until each layer was waited for or the ticket was cancelled.
         Raises InvalidArgument before anything starts, ResourceExhausted when the queue is full.
         """
         outs = self._outs(tuple(deadlines), windows, out)
-        return LookupTicket(self._source.submit(windows, outs, deadlines), outs)
+        return LookupTicket(self._source.submit(windows, outs, deadlines, queue), outs)
 
     def page_bytes(self) -> int:
         """Page size in use for the tables, bytes; 0 where they are not in this process."""

@@ -1,4 +1,4 @@
-"""Calls an engram pool: load, open, list, watch, verify, remove. Plain and asyncio faces over the same messages."""
+"""Calls an engram pool: load, open, list, watch, promote, verify, remove. Plain and asyncio faces over the same messages."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 log = logging.getLogger("treadle.client")
 LOAD_SECONDS_MAX = 6 * 3600.0  # 200 GB from a slow disk; a load that hangs ends some day
+FUSION_SECONDS_MAX = 60.0  # weights are megabytes; the pool ends a call after its own `gather_seconds_max`
 WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
 Result = TypeVar("Result")
 ProgressCallback = Callable[[types.Progress], None]
@@ -51,7 +52,7 @@ class EngramPool:
         request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
         opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, request))
         source = _source(self._endpoint, opened, transport, workers)
-        return EngramHandle(opened.resident.model, opened.resident.version, source)
+        return EngramHandle(opened.resident.model, opened.resident.version, source, opened.card)
 
     def load_random(
         self, model: EngramModel, token_map: NDArray[np.int32] | None = None, *, seed: int = 0, keep_previous: bool = False,
@@ -76,6 +77,34 @@ class EngramPool:
         request = types.load_request(model, token_map, keep_previous)
         request.checkpoint.CopyFrom(pb.CheckpointSource(path=str(path), tensors=dict(tensors or {})))
         return self._load(request, progress, timeout_seconds)
+
+    def load_grown(
+        self, path: Path, name: str | None = None, *, keep_previous: bool = True, progress: ProgressCallback | None = None,
+        timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load a grown memory: a folder on the pool's host with manifest.json, rows, fusion weights and card.
+
+        name:          to load it under; None: its manifest's own
+        keep_previous: keep the version that is current now, so that `promote` can go back to it; the pool keeps a few
+        Raises NotFound and InvalidArgument naming the file, DataLoss for one that is not what the manifest says, ResourceExhausted.
+        """
+        return self._load(types.grown_request(path, name, keep_previous), progress, timeout_seconds)
+
+    def promote(self, model: str, version: str | None = None) -> types.Promoted:
+        """Make a resident version current. version: None: the one that was current before the present one. Raises NotFound."""
+        request = pb.PromoteModelRequest(ref=_ref(model, version))
+        return types.promoted(self._endpoint.call(self._stub.PromoteModel, request))
+
+    def read_fusion(self, model: str, version: str | None = None, *, timeout_seconds: float = FUSION_SECONDS_MAX) -> bytes:
+        """The fusion weights of a version (None: the current one), a safetensors file of at most FUSION_BYTES_MAX, digest compared.
+
+        Raises NotFound for no such version or one without weights, DataLoss, ResourceExhausted.
+        """
+        opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
+        weights, request = types.FusionBytes(opened.resident.model), pb.ReadFusionRequest(ref=_ref(model, opened.resident.version))
+        for piece in self._endpoint.stream(self._stub.ReadFusion, request, timeout_seconds):
+            weights.add(piece)
+        return weights.whole()
 
     def list_models(self) -> list[types.ResidentModel]:
         """Resident versions, grouped by model, the current one first."""
@@ -132,9 +161,7 @@ class EngramPool:
                 loaded = types.resident_model(answer.loaded)
             else:
                 _report(progress, answer.progress)
-        if loaded is None:
-            raise Unavailable("the pool ended the load without a result")
-        return loaded
+        return _loaded(loaded)
 
 
 class AsyncEngramPool:
@@ -157,7 +184,7 @@ class AsyncEngramPool:
         request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
         opened = types.opened_model(await self._endpoint.aio_call(self._stub.OpenModel, request))
         source = await asyncio.to_thread(_source, self._endpoint, opened, transport, workers)
-        return EngramHandle(opened.resident.model, opened.resident.version, source)
+        return EngramHandle(opened.resident.model, opened.resident.version, source, opened.card)
 
     async def list_models(self) -> list[types.ResidentModel]:
         """`EngramPool.list_models`."""
@@ -177,6 +204,33 @@ class AsyncEngramPool:
                 return action(pool)
 
         return await asyncio.to_thread(act)
+
+    async def load_grown(
+        self, path: Path, name: str | None = None, *, keep_previous: bool = True, progress: ProgressCallback | None = None,
+        timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """`EngramPool.load_grown`."""
+        request, loaded = types.grown_request(path, name, keep_previous), None
+        async for answer in self._endpoint.aio_stream(self._stub.LoadTable, request, timeout_seconds):  # to its end, as above
+            if answer.WhichOneof("event") == "loaded":
+                loaded = types.resident_model(answer.loaded)
+            else:
+                _report(progress, answer.progress)
+        return _loaded(loaded)
+
+    async def promote(self, model: str, version: str | None = None) -> types.Promoted:
+        """`EngramPool.promote`."""
+        request = pb.PromoteModelRequest(ref=_ref(model, version))
+        return types.promoted(await self._endpoint.aio_call(self._stub.PromoteModel, request))
+
+    async def read_fusion(self, model: str, version: str | None = None, *, timeout_seconds: float = FUSION_SECONDS_MAX) -> bytes:
+        """`EngramPool.read_fusion`."""
+        request = pb.OpenModelRequest(ref=_ref(model, version))
+        opened = types.opened_model(await self._endpoint.aio_call(self._stub.OpenModel, request))
+        weights, read = types.FusionBytes(opened.resident.model), pb.ReadFusionRequest(ref=_ref(model, opened.resident.version))
+        async for piece in self._endpoint.aio_stream(self._stub.ReadFusion, read, timeout_seconds):
+            weights.add(piece)
+        return await asyncio.to_thread(weights.whole)
 
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""
@@ -224,6 +278,12 @@ def _on_this_host(address: str) -> bool:
 
 def _ref(model: str, version: str | None) -> pb.ModelRef:
     return pb.ModelRef(model=model, version=version or "")
+
+
+def _loaded(loaded: types.ResidentModel | None) -> types.ResidentModel:
+    if loaded is None:
+        raise Unavailable("the pool ended the load without a result")
+    return loaded
 
 
 def _report(progress: ProgressCallback | None, message: pb.Progress) -> None:

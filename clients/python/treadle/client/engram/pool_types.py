@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import EngramModel, Windows
+from treadle.contract import DataLoss, EngramModel, NotFound, ResourceExhausted, Windows
+from treadle.contract.engram_model import FUSION_BYTES_MAX
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
 
@@ -39,12 +43,21 @@ class SegmentPlace:
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps."""
+    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps. `card`: of a grown memory."""
 
     resident: ResidentModel
     segments: tuple[SegmentPlace, ...]
     fingerprint: Mapping[str, str]
     lock_path: Path
+    card: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Promoted:
+    """What is current now, and the version that was until then: the same where nothing changed, empty where none was."""
+
+    now: ResidentModel
+    previous_version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +96,39 @@ def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
     places = tuple(
         SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
     )
-    return OpenedModel(resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path))
+    return OpenedModel(
+        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json)
+    )
+
+
+def promoted(message: pb.PromoteModelResponse) -> Promoted:
+    """Read one."""
+    return Promoted(resident_model(message.model), message.previous_version)
+
+
+class FusionBytes:
+    """Fusion weights of a version as they come in."""
+
+    def __init__(self, model: EngramModel) -> None:
+        """Raises NotFound if the manifest names no weights."""
+        if model.fusion is None or model.fusion.weights is None:
+            raise NotFound(f"{model.name} {model.version}: its manifest names no fusion weights")
+        self._name, self._digest = f"{model.name} {model.version}", model.fusion.weights
+        self._data, self._total = bytearray(), 0
+
+    def add(self, piece: pb.ReadFusionResponse) -> None:
+        """Take one piece, in order. Raises ResourceExhausted beyond FUSION_BYTES_MAX."""
+        self._total = self._total or piece.bytes_total
+        if max(self._total, len(self._data) + len(piece.data)) > FUSION_BYTES_MAX:
+            raise ResourceExhausted(f"{self._name}: {self._total} bytes of fusion weights, the limit is {FUSION_BYTES_MAX}")
+        self._data += piece.data
+
+    def whole(self) -> bytes:
+        """All of it. Raises DataLoss if it is not what the manifest names."""
+        data = bytes(self._data)
+        if len(data) != self._total or hashlib.sha256(data).hexdigest() != self._digest:
+            raise DataLoss(f"{self._name}: the pool sent {len(data)} bytes that are not the fusion weights of the manifest")
+        return data
 
 
 def pool_status(message: pb.StatusResponse) -> PoolStatus:
@@ -110,5 +155,22 @@ def load_request(model: EngramModel | None, token_map: NDArray[np.int32] | None,
     )  # fmt: skip
 
 
+def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadTableRequest:
+    """Write one."""
+    return pb.LoadTableRequest(grown=pb.GrownSource(path=str(path), name=name or ""), keep_previous=keep_previous)
+
+
 def _mask(mask: NDArray[np.bool_] | None) -> bytes:
     return b"" if mask is None else mask.astype(np.uint8).tobytes()
+
+
+def _card(text: bytes) -> dict[str, Any] | None:
+    if not text:
+        return None
+    try:
+        card = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataLoss("the pool sent a card that is not JSON") from error
+    if not isinstance(card, dict):
+        raise DataLoss("the pool sent a card that is no object")
+    return card

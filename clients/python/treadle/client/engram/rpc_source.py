@@ -29,6 +29,7 @@ from treadle.contract import (
     Windows,
 )
 from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.dataplane import DeadlineQueue
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
@@ -72,8 +73,10 @@ class RpcSource:
         for layer, pieces in _by_layer(answers, layers):
             _fill_array(outs[layer], pieces)
 
-    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
-        """See RowSource. Layers travel in the order of their deadlines."""
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
+        """See RowSource. Layers travel in the order of their deadlines; nothing is gathered here, so no queue is needed."""
         layers = sorted(deadlines, key=lambda layer: deadlines[layer])
         if not self._places.acquire(blocking=False):
             raise ResourceExhausted(f"{CALLS_MAX} lookups in flight, the limit of one handle", RETRY_SECONDS)

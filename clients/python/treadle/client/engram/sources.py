@@ -8,9 +8,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
-from treadle.dataplane import DeadlineQueue
+from treadle.dataplane import WORKERS_MAX, DeadlineQueue, Ticket
 from treadle.kernels import HashPlan, gather_rows, lookup
 from treadle.kernels.pages import HUGE_PAGE_BYTES, mapped_page_bytes
 from treadle.kernels.segment import Segment
@@ -37,8 +38,13 @@ class RowSource(Protocol):
     def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
         """Hash and gather some layers, each into its `outs`."""
 
-    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
-        """Start a lookup of the layers in `deadlines`; returns at once. `outs` belong to the tickets until they end."""
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
+        """Start a lookup of the layers in `deadlines`; returns at once. `outs` belong to the tickets until they end.
+
+        queue: of the caller, shared by many sources, for those that gather in this process; None: a queue of the source's own
+        """
 
     def page_bytes(self) -> int:
         """Page size in use for the tables, bytes; 0 where they are not in this process."""
@@ -48,7 +54,10 @@ class RowSource(Protocol):
 
 
 class TableSource:
-    """Tables in this process's address space, gathered by the native deadline queue."""
+    """Tables in this process's address space, gathered by a native deadline queue: the caller's, or one made at first need.
+
+    workers: threads of the queue of its own; none run where callers bring theirs
+    """
 
     def __init__(self, transport: Transport, model: EngramModel, tables: Mapping[int, Rows], token_map: NDArray[np.int32] | None,
                  *, workers: int = 1) -> None:  # fmt: skip
@@ -57,12 +66,12 @@ class TableSource:
         self._plans = {layer: HashPlan.from_model(model, layer, token_map) for layer in model.layers}
         for layer in model.layers:
             _check_table(layer, self._tables[layer], model)
-        self._queue = DeadlineQueue(workers=workers)
-        self._closing = weakref.finalize(self, self._queue.close)
+        self._tickets = _Tickets(workers)
+        self._closing = weakref.finalize(self, self._tickets.close)
 
     def own(self, memory: ExitStack) -> None:
         """Take over what the tables lie in: closed after the queue, also when this source is only forgotten."""
-        memory.callback(self._queue.close)
+        memory.callback(self._tickets.close)
         self._closing.detach()
         self._closing = weakref.finalize(self, memory.close)
 
@@ -75,19 +84,23 @@ class TableSource:
         for layer in layers:
             lookup(self._plans[layer], self._tables[layer], windows, outs[layer])
 
-    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
         """See RowSource."""
-        tickets: dict[int, LayerTicket] = {}
+        queue = self._tickets.queue if queue is None else queue
+        tickets: dict[int, Ticket] = {}
         try:
             for layer in sorted(deadlines, key=lambda layer: deadlines[layer]):
-                tickets[layer] = self._queue.submit_lookup(
+                tickets[layer] = queue.submit_lookup(
                     self._plans[layer], self._tables[layer], windows, outs[layer], deadlines[layer]
                 )
         except TreadleError:  # all or none: a ticket that nobody holds would write into a buffer that is used again
             for ticket in tickets.values():
                 ticket.cancel()
             raise
-        return tickets
+        self._tickets.remember(tickets.values())
+        return dict(tickets)
 
     def page_bytes(self) -> int:
         """See RowSource."""
@@ -97,6 +110,40 @@ class TableSource:
         """See RowSource."""
         self._tables.clear()
         self._closing()
+
+
+class _Tickets:
+    """What a source has in flight, in whose queue ever, and the queue of its own."""
+
+    def __init__(self, workers: int) -> None:
+        if not 1 <= workers <= WORKERS_MAX:  # said now, though the threads start when the first lookup needs them
+            raise InvalidArgument(f"workers: 1 to {WORKERS_MAX}, got {workers}")
+        self._workers, self._lock = workers, threading.Lock()
+        self._queue: DeadlineQueue | None = None
+        self._in_flight: list[Ticket] = []
+
+    @property
+    def queue(self) -> DeadlineQueue:
+        """The source's own queue, made when first asked for."""
+        with self._lock:
+            if self._queue is None:
+                self._queue = DeadlineQueue(workers=self._workers)
+            return self._queue
+
+    def remember(self, tickets: Iterable[Ticket]) -> None:
+        """Keep these until they are done."""
+        with self._lock:
+            self._in_flight = [ticket for ticket in self._in_flight if not ticket.done]
+            self._in_flight += tickets
+
+    def close(self) -> None:
+        """Cancel what is left; nothing reads the tables afterwards."""
+        with self._lock:
+            for ticket in self._in_flight:
+                ticket.cancel()
+            self._in_flight = []
+            if self._queue is not None:
+                self._queue.close()
 
 
 def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
@@ -154,9 +201,11 @@ class FakeSource:
         """See RowSource."""
         self._inner.lookup(layers, windows, outs)
 
-    def submit(self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]) -> dict[int, LayerTicket]:
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
         """See RowSource."""
-        tickets = self._inner.submit(windows, outs, deadlines)
+        tickets = self._inner.submit(windows, outs, deadlines, queue)
         return {layer: _DelayedTicket(ticket, outs[layer], self._delay_ns) for layer, ticket in tickets.items()}
 
     def page_bytes(self) -> int:

@@ -1,13 +1,15 @@
-"""Prefetch of one engine step: all Engram layers at its start, each with the deadline that its layer has shown before.
+"""Prefetch of one engine step: all Engram layers of all its memories at its start, each with the deadline that its layer has
+shown before.
 
-Numpy only, so that every engine can use it. One step at a time; not thread-safe.
+Numpy only, so that every engine can use it. One step at a time; not thread-safe, but for `figures`.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,10 +17,12 @@ import numpy as np
 from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.ticket import LayerRows, LookupTicket, Rows
 from treadle.contract import Deadline, InvalidArgument, TreadleError, WaitPolicy, Windows
+from treadle.dataplane import DeadlineQueue
 
 RECORDS_MAX = 8192  # tickets whose times are kept for percentiles, for each layer
 FIRST_GUESS_SECONDS_PER_LAYER = 100e-6  # until a layer has been seen to start; small, so that nothing is put off
 LEARNING_RATE = 0.2  # of the moving average: five steps forget a change of batch
+BUFFERS_MAX = 128  # kept for later steps, one for each layer and row shape; beyond it those that a step does not use go
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +40,42 @@ class LayerFigures:
     rows_missing: int
 
 
-class _LayerRecord:
-    """Counts and last times of one layer, and when it starts after the step does, by step size."""
+LookupGroup = tuple[EngramHandle, Windows]  # a memory, open until the step has finished, and the tokens that use it
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """What came for one group at one layer: its rows, or the error that kept them from coming. `group`: its place in the step."""
+
+    group: int
+    rows: LayerRows | None
+    error: TreadleError | None
+
+
+class _LayerStarts:
+    """When one layer starts after the step does, by step size; the same for all memories."""
 
     def __init__(self, layer: int) -> None:
         self._layer = layer
-        self._starts: dict[int, float] = {}  # bit length of the token count -> seconds: at most 21 entries
+        self._seconds: dict[int, float] = {}  # bit length of the token count -> seconds: at most 21 entries
+
+    def expected_seconds(self, token_count: int) -> float:
+        return self._seconds.get(token_count.bit_length(), FIRST_GUESS_SECONDS_PER_LAYER * self._layer)
+
+    def happened(self, token_count: int, seconds: float) -> None:
+        bucket = token_count.bit_length()
+        known = self._seconds.get(bucket, seconds)
+        self._seconds[bucket] = known + LEARNING_RATE * (seconds - known)
+
+
+class _LayerRecord:
+    """Counts and last times of one layer of one handle."""
+
+    def __init__(self) -> None:
         self.tickets = self.tickets_in_time = self.row_bytes = self.rows_missing = 0
         self.stall_seconds = 0.0
         self._gathers: deque[float] = deque(maxlen=RECORDS_MAX)
         self._slacks: deque[float] = deque(maxlen=RECORDS_MAX)
-
-    def expected_start_seconds(self, token_count: int) -> float:
-        return self._starts.get(token_count.bit_length(), FIRST_GUESS_SECONDS_PER_LAYER * self._layer)
-
-    def started(self, token_count: int, seconds: float) -> None:
-        bucket = token_count.bit_length()
-        known = self._starts.get(bucket, seconds)
-        self._starts[bucket] = known + LEARNING_RATE * (seconds - known)
 
     def took(self, rows: LayerRows) -> None:
         self.tickets += 1
@@ -74,90 +96,191 @@ class _LayerRecord:
 
 
 class StepPrefetcher:
-    """Prefetches for the steps of one engine.
+    """Prefetches for the steps of one engine, whatever the number of memories: all mapped and local rows are gathered by one queue.
 
+    handle:   the version that `begin` uses; None: steps name theirs, with `begin_groups`
     policy:   how long to wait at a layer, then what; a step may give its own
     prefetch: False: rows are looked up when the layer asks, to prove that prefetching changes no bit
+    workers:  native gather threads of the queue
     """
 
-    def __init__(self, handle: EngramHandle, *, policy: WaitPolicy | None = None, prefetch: bool = True) -> None:
+    def __init__(
+        self, handle: EngramHandle | None = None, *, policy: WaitPolicy | None = None, prefetch: bool = True, workers: int = 1
+    ) -> None:
         self._handle, self._policy, self._prefetch = handle, policy or WaitPolicy(), prefetch
-        self._records = {layer: _LayerRecord(layer) for layer in handle.layers}
-        self._buffers: dict[int, Rows] = {}
+        self._queue = DeadlineQueue(workers=workers)
+        self._starts: dict[int, _LayerStarts] = {}
+        # A handle that is forgotten takes its records along: closed memories leave nothing here.
+        self._records: weakref.WeakKeyDictionary[EngramHandle, dict[int, _LayerRecord]] = weakref.WeakKeyDictionary()
+        self._buffers: dict[tuple[int, int, int], Rows] = {}
         self._step: Step | None = None
 
     @property
     def handle(self) -> EngramHandle:
-        """The version that every step of this prefetcher uses."""
+        """The version that `begin` uses. Raises InvalidArgument for a prefetcher without one."""
+        if self._handle is None:
+            raise InvalidArgument("this prefetcher has no handle of its own; name a step's memories with begin_groups")
         return self._handle
 
     def begin(self, windows: Windows) -> Step:
-        """Start the lookups of a step; call it as soon as the step's tokens are known.
+        """Start the lookups of a step whose tokens all use `handle`; call it as soon as the step's tokens are known.
 
         Rows of the step before are no longer valid. The arrays of `windows` are borrowed until the step has finished.
+        Raises what kept the lookup from starting.
+        """
+        step = self.begin_groups([(self.handle, windows)], windows.token_count)
+        if step.refusals[0] is not None:
+            raise step.refusals[0]
+        return step
+
+    def begin_groups(self, groups: Sequence[LookupGroup], token_count: int) -> Step:
+        """Start the lookups of a step whose tokens use several memories, or some of them none.
+
+        groups:      (handle, windows) of each memory: its tokens, with what came before them; tokens in no group are not
+                     looked up, and a handle stays open until the step has finished
+        token_count: of the whole step: what the start of a layer depends on
+        As `begin`, but a group whose lookup cannot start keeps its error for `Step.group_rows`, and the others go on.
         """
         if self._step is not None:
             self._step.finish()
-        begun_ns, outs = time.monotonic_ns(), self._outs(windows.token_count)
+        begun_ns, outs = time.monotonic_ns(), self._outs(groups)
         deadlines = {
-            layer: Deadline.after(record.expected_start_seconds(windows.token_count), now_ns=begun_ns)
-            for layer, record in self._records.items()
+            layer: Deadline.after(self._start_of(layer).expected_seconds(token_count), now_ns=begun_ns)
+            for layer in sorted({layer for handle, _ in groups for layer in handle.layers})
         }
-        ticket = self._handle.prefetch(windows, deadlines, outs) if self._prefetch else None
-        self._step = Step(self, windows, begun_ns, outs, ticket, deadlines)
+        self._step = Step(self, tuple(groups), token_count, begun_ns, outs, deadlines)
+        if self._prefetch:
+            self._step.start(self._queue)
         return self._step
 
-    def figures(self) -> dict[int, LayerFigures]:
-        """What each layer's tickets have done since the start."""
-        return {layer: record.figures() for layer, record in self._records.items()}
+    def figures(self, handle: EngramHandle | None = None) -> dict[int, LayerFigures]:
+        """What the tickets of each layer of `handle` (None: the prefetcher's own) have done since the start. Any thread."""
+        of = self.handle if handle is None else handle
+        return {layer: record.figures() for layer, record in self._records_of(of).items()}
 
-    def _outs(self, token_count: int) -> dict[int, Rows]:
-        """Views of buffers that are kept from step to step and grow to the largest step seen."""
-        for layer in self._handle.layers:
-            kept = self._buffers.get(layer)
-            if kept is None or len(kept) < token_count:
-                self._buffers[layer] = self._handle.rows_buffer(token_count)
-        return {layer: buffer[:token_count] for layer, buffer in self._buffers.items()}
+    def _records_of(self, handle: EngramHandle) -> dict[int, _LayerRecord]:
+        records = self._records.get(handle)
+        if records is None:
+            records = self._records.setdefault(handle, {layer: _LayerRecord() for layer in handle.layers})
+        return records
+
+    def _start_of(self, layer: int) -> _LayerStarts:
+        return self._starts.setdefault(layer, _LayerStarts(layer))
+
+    def _outs(self, groups: Sequence[LookupGroup]) -> list[dict[int, Rows]]:
+        """Where each group's rows go: views of buffers that are kept from step to step and grow to the largest step seen."""
+        outs: list[dict[int, Rows]] = [{} for _ in groups]
+        needed: dict[tuple[int, int, int], int] = {}
+        places: list[tuple[int, tuple[int, int, int], int, int]] = []
+        for index, (handle, windows) in enumerate(groups):
+            model, count = handle.model, windows.token_count
+            for layer in handle.layers:
+                shape = (layer, model.columns, model.row.bytes)
+                first = needed.get(shape, 0)
+                places.append((index, shape, first, first + count))
+                needed[shape] = first + count
+        self._make_room(needed)
+        for index, shape, first, end in places:
+            outs[index][shape[0]] = self._buffers[shape][first:end]
+        return outs
+
+    def _make_room(self, needed: Mapping[tuple[int, int, int], int]) -> None:
+        if len(self._buffers.keys() | needed.keys()) > BUFFERS_MAX:
+            self._buffers = {shape: kept for shape, kept in self._buffers.items() if shape in needed}
+        for shape, count in needed.items():
+            kept = self._buffers.get(shape)
+            if kept is None or len(kept) < count:
+                self._buffers[shape] = np.empty((count, *shape[1:]), dtype=np.uint8)
 
 
 class Step:
-    """One step: its windows and its tickets. Made by StepPrefetcher.begin."""
+    """One step: its groups and their tickets. Made by StepPrefetcher.
+
+    refusals: for each group the error that kept its lookup from starting, or None
+    """
 
     def __init__(
-        self, owner: StepPrefetcher, windows: Windows, begun_ns: int, outs: Mapping[int, Rows], ticket: LookupTicket | None,
-        deadlines: Mapping[int, Deadline],
+        self, owner: StepPrefetcher, groups: tuple[LookupGroup, ...], token_count: int, begun_ns: int,
+        outs: Sequence[Mapping[int, Rows]], deadlines: Mapping[int, Deadline],
     ) -> None:  # fmt: skip
-        self._owner, self._windows, self._begun_ns, self._outs, self._ticket = owner, windows, begun_ns, outs, ticket
-        self._deadlines = deadlines
+        self._owner, self._groups, self._token_count, self._begun_ns = owner, groups, token_count, begun_ns
+        self._outs, self._deadlines = outs, deadlines
+        self._tickets: list[LookupTicket | None] = [None] * len(groups)
+        self.refusals: list[TreadleError | None] = [None] * len(groups)
+
+    def start(self, queue: DeadlineQueue) -> None:
+        """Submit every group's layers; called once, by the prefetcher."""
+        for index, (handle, windows) in enumerate(self._groups):
+            deadlines = {layer: self._deadlines[layer] for layer in handle.layers}
+            try:
+                self._tickets[index] = handle.prefetch(windows, deadlines, self._outs[index], queue)
+            except TreadleError as error:
+                self.refusals[index] = error
 
     def rows(self, layer: int, policy: WaitPolicy | None = None) -> LayerRows:
-        """Rows of `layer`, waited for by `policy` (None: the prefetcher's). Call it when the layer is about to start, once.
+        """Rows of `layer` in a step of one memory, waited for by `policy` (None: the prefetcher's). Call it when the layer is
+        about to start, once.
 
-        The rows are valid until the next `begin`. Raises DeadlineExceeded under the policy `fail`, InvalidArgument for a
-        layer without a table.
+        The rows are valid until the next step. Raises DeadlineExceeded under the policy `fail`, InvalidArgument for a
+        layer without a table, or a step of several memories.
         """
-        if layer not in self._outs:
-            raise InvalidArgument(f"layer {layer} has no table; Engram layers are {sorted(self._outs)}")
-        record = self._owner._records[layer]
-        record.started(self._windows.token_count, (time.monotonic_ns() - self._begun_ns) / 1e9)
-        failure: TreadleError | None = None
-        if self._ticket is None:
-            taken = self._look_up_now(layer)
-        else:
-            taken, failure = self._ticket.settle_layer(layer, policy or self._owner._policy)
-        record.took(taken)  # also when it failed: a missed ticket that nobody counts would make "in time" look perfect
-        if failure is not None:
-            raise failure
-        return taken
+        if len(self._groups) != 1:
+            raise InvalidArgument(f"this step has {len(self._groups)} memories; take their rows with group_rows")
+        if layer not in self._deadlines:
+            raise InvalidArgument(f"layer {layer} has no table; Engram layers are {sorted(self._deadlines)}")
+        (got,) = self.group_rows(layer, [policy or self._owner._policy])
+        if got.error is not None:
+            raise got.error
+        assert got.rows is not None
+        return got.rows
+
+    def group_rows(self, layer: int, policies: Sequence[WaitPolicy]) -> list[GroupRows]:
+        """Rows of `layer` for the groups that have a table there, in order. Call it when the layer is about to start, once.
+
+        policies: one for each group of the step. All waits count from now: one after the other they take no longer than
+                  the longest of them.
+        The rows are valid until the next step. Raises InvalidArgument for a layer that was taken already, or if the
+        number of policies differs; every other error stands in its group's answer.
+        """
+        if len(policies) != len(self._groups):
+            raise InvalidArgument(f"policies: {len(self._groups)}, one for each group, expected; got {len(policies)}")
+        needed_ns = time.monotonic_ns()
+        if layer in self._deadlines:
+            self._owner._start_of(layer).happened(self._token_count, (needed_ns - self._begun_ns) / 1e9)
+        return [
+            self._take(index, layer, policies[index], needed_ns)
+            for index, (handle, _) in enumerate(self._groups)
+            if layer in handle.layers
+        ]
 
     def finish(self) -> None:
         """End the step; lookups that nobody asked for are stopped. Safe to call twice."""
-        if self._ticket is not None:
-            self._ticket.cancel()
+        for ticket in self._tickets:
+            if ticket is not None:
+                ticket.cancel()
 
-    def _look_up_now(self, layer: int) -> LayerRows:
-        asked_ns = time.monotonic_ns()
-        rows = self._owner._handle.lookup(self._windows, self._outs, [layer])[layer]
+    def _take(self, index: int, layer: int, policy: WaitPolicy, needed_ns: int) -> GroupRows:
+        ticket, refusal = self._tickets[index], self.refusals[index]
+        if refusal is not None:
+            return GroupRows(index, None, refusal)
+        taken: LayerRows
+        failure: TreadleError | None = None
+        if ticket is not None:
+            spent_seconds = (time.monotonic_ns() - needed_ns) / 1e9
+            left = WaitPolicy(max(0.0, policy.wait_seconds_max - spent_seconds), policy.late)
+            taken, failure = ticket.settle_layer(layer, left, needed_ns)
+        else:
+            try:
+                taken = self._look_up_now(index, layer)
+            except TreadleError as error:
+                return GroupRows(index, None, error)
+        # Also when it failed: a missed ticket that nobody counts would make "in time" look perfect.
+        self._owner._records_of(self._groups[index][0])[layer].took(taken)
+        return GroupRows(index, taken, failure)
+
+    def _look_up_now(self, index: int, layer: int) -> LayerRows:
+        (handle, windows), asked_ns = self._groups[index], time.monotonic_ns()
+        rows = handle.lookup(windows, self._outs[index], [layer])[layer]
         finished_ns = time.monotonic_ns()
         seconds = (finished_ns - asked_ns) / 1e9
         return LayerRows(rows, None, False, seconds, self._deadlines[layer].slack_of(finished_ns), seconds)

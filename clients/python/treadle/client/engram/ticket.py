@@ -98,8 +98,11 @@ class LookupTicket:
             raise failure
         return rows
 
-    def settle_layer(self, layer: int, policy: WaitPolicy) -> tuple[LayerRows, TreadleError | None]:
-        """`wait_layer` for callers that count: what came, and the error to raise where rows are missing and the policy is `fail`."""
+    def settle_layer(self, layer: int, policy: WaitPolicy, needed_ns: int | None = None) -> tuple[LayerRows, TreadleError | None]:
+        """`wait_layer` for callers that count: what came, and the error to raise where rows are missing and the policy is `fail`.
+
+        needed_ns: when the layer needed its rows (time.monotonic_ns()), which is what `in_time` means; None: now
+        """
         if layer not in self._tickets:
             raise InvalidArgument(f"layer {layer}: not prefetched, or taken already; left are {sorted(self._tickets)}")
         asked_ns = time.monotonic_ns()
@@ -110,7 +113,7 @@ class LookupTicket:
         except TreadleError as error:
             came, cause = False, error
         missing = None if came else _take_what_came(ticket, out)
-        rows = _judge(ticket, out, missing, asked_ns)
+        rows = _judge(ticket, out, missing, asked_ns, asked_ns if needed_ns is None else needed_ns)
         if missing is None or policy.late is Late.MASK:
             return rows, None
         late = f"layer {layer}: {int(missing.sum())} of {missing.size} rows missing after {policy.wait_seconds_max:g} s"
@@ -144,11 +147,11 @@ def _take_what_came(ticket: LayerTicket, out: Rows) -> NDArray[np.bool_] | None:
     return missing
 
 
-def _judge(ticket: LayerTicket, out: Rows, missing: NDArray[np.bool_] | None, asked_ns: int) -> LayerRows:
+def _judge(ticket: LayerTicket, out: Rows, missing: NDArray[np.bool_] | None, asked_ns: int, needed_ns: int) -> LayerRows:
     now_ns = time.monotonic_ns()
     finished_ns = ticket.finished_ns or now_ns
     deadline, submitted_ns = ticket.deadline, ticket.submitted_ns
     ticket.close()
-    in_time = missing is None and finished_ns <= asked_ns
+    in_time = missing is None and finished_ns <= needed_ns
     stall_seconds = 0.0 if in_time else (now_ns - asked_ns) / 1e9
     return LayerRows(out, missing, in_time, stall_seconds, deadline.slack_of(finished_ns), (finished_ns - submitted_ns) / 1e9)
