@@ -6,17 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.limits import Limits
 from treadle.chassis.settings import ServerSettings, WrongSetting
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.policy import Late, WaitPolicy
-
-
-class EngramFusionMode(StrEnum):
-    """What happens to Engram rows once they are gated and projected."""
-
-    SHADOW = "shadow"  # all computed, nothing added to the hidden state
-    ON = "on"
 
 
 class EngramTransport(StrEnum):
@@ -64,18 +58,20 @@ class Settings(ServerSettings):
     """Most tokens of KV that running requests reserve together."""
     prefix_cache_bytes_max: int = 512 << 20
     """Bytes of KV kept for later requests with the same beginning; 0: none."""
-    engram_model: str = "smollm2-demo"
-    """Name of the Engram model in the pool; empty or none: no Engram."""
-    engram_version: str = ""
-    """Its version, 64 hexadecimal digits; empty: the current one at the start."""
     engram_pool: str = "127.0.0.1:7401"
-    """Address of the Engram pool."""
+    """Address of the Engram pool whose memories requests may choose; empty: none."""
+    engram_model: str = ""
+    """Name of the default memory, of requests that choose none; empty or none: no default."""
+    engram_version: str = ""
+    """Its version, 64 hexadecimal digits, for ever; empty: the current one, followed when it changes."""
+    engram_memories_max: int = 32
+    """Most memory versions open at once; beyond it the least recently used without requests is closed."""
     engram_transport: EngramTransport = EngramTransport.AUTO
     """auto, mapped, local, rpc or off."""
-    engram_fusion: EngramFusionMode = EngramFusionMode.SHADOW
-    """shadow: all computed, nothing added to the hidden state; on: added."""
+    engram_fusion: FusionMode = FusionMode.AUTO
+    """on: rows are added to the hidden state; shadow: all computed, nothing added; auto: on for memories with fusion weights."""
     engram_fusion_weights: Path | None = None
-    """File of the fusion's weights, where the Engram model names their digest; else they are made from a seed."""
+    """File of the default memory's fusion weights, instead of those that the pool keeps."""
     engram_prefetch: bool = True
     """Look up all layers at the start of a step; false: each at its layer."""
     engram_wait_seconds_max: float = 1.0
@@ -83,7 +79,7 @@ class Settings(ServerSettings):
     engram_late: Late = Late.MASK
     """After that: mask (go on without, degraded) or fail, for requests that do not say."""
     engram_open_seconds_max: float = 60.0
-    """How long to try to reach the pool and find the model in it at the start."""
+    """How long to try to reach the pool and find the default memory at the start, and how long a request waits for an opening."""
     engram_key_file: Path | None = None
     """File whose first line that is no comment is the key shown to the pool."""
     engram_tls_root_file: Path | None = None
@@ -95,6 +91,12 @@ class Settings(ServerSettings):
             raise WrongSetting(f"threads: at least 1, got {self.threads}")
         if not self.model:
             raise WrongSetting("model: a name or a folder, got nothing")
+        if self.engram_memories_max < 1:
+            raise WrongSetting(f"engram_memories_max: at least 1, got {self.engram_memories_max}")
+        if self.has_default_memory and not self.engram_pool:
+            raise WrongSetting(f"engram_model: {self.engram_model!r} needs an engram_pool")
+        if self.engram_fusion_weights is not None and not self.has_default_memory:
+            raise WrongSetting("engram_fusion_weights: they are the default memory's; name it with engram_model")
         if self.engram_open_seconds_max < 0:
             raise WrongSetting(f"engram_open_seconds_max: 0 or more, got {self.engram_open_seconds_max}")
         try:
@@ -117,6 +119,11 @@ class Settings(ServerSettings):
         return WaitPolicy(self.engram_wait_seconds_max, self.engram_late)
 
     @property
-    def wants_engram(self) -> bool:
-        """True if an Engram memory is to be opened."""
+    def watches_pool(self) -> bool:
+        """True if requests may choose memories of a pool."""
+        return bool(self.engram_pool) and self.engram_transport is not EngramTransport.OFF
+
+    @property
+    def has_default_memory(self) -> bool:
+        """True if a memory is to be opened at the start, for requests that choose none."""
         return self.engram_model not in ("", "none") and self.engram_transport is not EngramTransport.OFF

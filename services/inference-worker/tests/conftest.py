@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,16 +22,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inference_worker.adapters.tokenizer_file import read_vocabulary
 from inference_worker.domain.answer import Answer, run_until_done
+from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.engram import EngramMemory
+from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
+from inference_worker.domain.memory_opening import Opener
+from inference_worker.domain.ports import Prefetcher
 from inference_worker.domain.request import Piece, Request
+from inference_worker.domain.resident_versions import Choice
 from inference_worker.domain.text import Vocabulary
-from treadle.client.engram import EngramHandle, fake_handle
-from treadle.contract import EngramModel, Fusion, RowLayout
+from treadle.client.engram import EngramHandle, StepPrefetcher, fake_handle
+from treadle.client.engram.sources import FakeSource
+from treadle.contract import EngramModel, Fusion, RowLayout, Table
 from treadle.contract.families import demo_model
+from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.nn import model_fetch
 from treadle.nn.demo_profile import smollm2_demo_template
+from treadle.nn.fusion import EngramFusion
 from treadle.nn.model import CausalLM
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 
@@ -121,21 +135,175 @@ def tiny_engram(tiny_folder: Path) -> TinyEngram:
     return model, token_map, random_rows(model)
 
 
-def random_rows(model: EngramModel) -> dict[int, NDArray[np.uint8]]:
+def random_rows(model: EngramModel, seed: int = 3) -> dict[int, NDArray[np.uint8]]:
     """bf16 rows of every layer."""
-    generator, tables = np.random.default_rng(3), {}
+    generator, tables = np.random.default_rng(seed), {}
     for layer in model.layers:
         values = generator.standard_normal((model.rows_hashed(layer), model.row.dim), dtype=np.float32) * 0.055
         tables[layer] = (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8)  # bf16 is the upper half of fp32
     return tables
 
 
+def version_of_rows(rows: NDArray[np.uint8]) -> str:
+    """A table's version, of one that is a single chunk."""
+    assert rows.nbytes <= CHUNK_BYTES
+    return table_version(len(rows), rows.shape[1], [sha256(rows.tobytes()).digest()])
+
+
+@dataclass(frozen=True)
+class GrownVersion:
+    """One version of a memory for the tiny model, as a pool keeps it. It is a ResidentVersion."""
+
+    model: EngramModel
+    tables: dict[int, NDArray[np.uint8]]
+    weights: bytes
+    current: bool = True
+
+    @property
+    def version(self) -> str:
+        return self.model.version
+
+    def write(self, folder: Path, token_map: NDArray[np.int32]) -> Path:
+        """Write it as a grown folder, which a real pool loads."""
+        folder.mkdir()
+        tensors = {f"{layer}.rows": torch.from_numpy(rows) for layer, rows in self.tables.items()}
+        save_file(tensors | {"token_map": torch.from_numpy(token_map)}, folder / "rows.safetensors")
+        (folder / "manifest.json").write_bytes(self.model.to_json())
+        (folder / "fusion.safetensors").write_bytes(self.weights)
+        (folder / "card.json").write_text("{}")
+        return folder
+
+
+class CountedHandle(EngramHandle):
+    """A handle that tells its pool when it is closed."""
+
+    def __init__(self, pool: FakePool, grown: GrownVersion, delay_seconds: float) -> None:
+        super().__init__(grown.model, grown.version, FakeSource(grown.model, grown.tables, pool.token_map, delay_seconds))
+        self._pool = pool
+
+    def close(self) -> None:
+        super().close()
+        self._pool.closed.append((self.model.name, self.version))
+
+
+class FakePool:
+    """A pool in this process, whose openings fail or hang as a test wishes.
+
+    failures: what an opening of a name raises; hanging: openings of a name wait until the event is set
+    """
+
+    address = "fake:1"
+
+    def __init__(self, tiny_engram: TinyEngram) -> None:
+        self._template, self.token_map, _ = tiny_engram
+        self._versions: dict[tuple[str, str], GrownVersion] = {}
+        self.begun: list[str] = []
+        self.opened: list[tuple[str, str]] = []
+        self.closed: list[tuple[str, str]] = []
+        self.failures: dict[str, Exception] = {}
+        self.hanging: dict[str, threading.Event] = {}
+        self.delay_seconds = 0.0  # of rows
+
+    def grow(self, name: str, seed: int = 0, form: str = "v4.1") -> GrownVersion:
+        """Add a version of a memory, the current one from now on."""
+        template = replace(self._template, name=name, fusion=Fusion(form))
+        tables = random_rows(template, seed)
+        weights = EngramFusion.build(template, HIDDEN, seed, delta_rms=1.0).to(torch.bfloat16).to_bytes()
+        model = replace(template, fusion=Fusion(form, sha256(weights).hexdigest()))
+        model = model.with_tables({layer: Table(len(rows), version_of_rows(rows)) for layer, rows in tables.items()})
+        grown = GrownVersion(model, tables, weights)
+        self._versions[name, grown.version] = grown
+        self.promote(name, grown.version)
+        return grown
+
+    def promote(self, name: str, version: str) -> None:
+        """Make a version the current one."""
+        for key, grown in self._versions.items():
+            if key[0] == name:
+                self._versions[key] = replace(grown, current=key[1] == version)
+
+    def remove(self, name: str) -> None:
+        """Take all versions of a memory out."""
+        self._versions = {key: grown for key, grown in self._versions.items() if key[0] != name}
+
+    def resident(self) -> list[GrownVersion]:
+        """What it holds."""
+        return list(self._versions.values())
+
+    def open(self, model: str, version: str) -> CountedHandle:
+        """See MemoryPool."""
+        self.begun.append(model)
+        if model in self.hanging:
+            assert self.hanging[model].wait(30)
+        if model in self.failures:
+            raise self.failures[model]
+        self.opened.append((model, version))
+        return CountedHandle(self, self._versions[model, version], self.delay_seconds)
+
+    def read_fusion(self, model: str, version: str) -> bytes:
+        """See MemoryPool."""
+        return self._versions[model, version].weights
+
+
+@pytest.fixture
+def fake_pool(tiny_engram: TinyEngram) -> FakePool:
+    return FakePool(tiny_engram)
+
+
+@pytest.fixture
+def opener(tiny: CausalLM, tiny_folder: Path) -> Opener:
+    return Opener(tiny.config, tiny_folder / "tokenizer.json")
+
+
+@pytest.fixture
+def catalogues(fake_pool: FakePool, opener: Opener) -> Iterator[Callable[..., Catalogue]]:
+    """Makes catalogues of the fake pool that have heard what it holds; closed in the end."""
+    with ExitStack() as stack:
+
+        def make(*, open_max: int = 8, default: Choice | None = None, observer: Any = None, heard: bool = True) -> Catalogue:
+            catalogue = Catalogue(fake_pool, opener, open_max=open_max, default=default, observer=observer)
+            stack.callback(catalogue.close)
+            if heard:
+                catalogue.update(fake_pool.resident())
+            return catalogue
+
+        yield make
+
+
+@pytest.fixture
+def take() -> Callable[..., Lease]:
+    """Takes a lease by name and waits for it."""
+
+    def lease(catalogue: Catalogue, model: str, version: str = "") -> Lease:
+        return catalogue.take(Choice(model, version)).result(30)
+
+    return lease
+
+
+@pytest.fixture
+def soon() -> Callable[[Callable[[], bool]], None]:
+    """Waits until something is so that another thread does; ten seconds at most."""
+
+    def wait(is_so: Callable[[], bool]) -> None:
+        never, until = threading.Event(), time.monotonic() + 10
+        while not is_so():
+            assert time.monotonic() < until
+            never.wait(0.001)
+
+    return wait
+
+
 @pytest.fixture
 def engines(tiny: CausalLM, tiny_vocabulary: Vocabulary) -> Callable[..., Engine]:
-    """Makes engines on the tiny model with a memory; limits by name."""
+    """Makes engines on the tiny model with a default memory; limits by name."""
 
-    def make(memory: EngramMemory | None, **limits: int) -> Engine:
-        return Engine(tiny, tiny_vocabulary, Limits(**{"step_tokens_max": 64, "context_tokens_max": 200} | limits), memory)
+    def make(
+        memory: EngramMemory | None = None, *, prefetcher: Prefetcher | None = None, prefetch: bool = True,
+        wait_seconds_max: float = 1.0, **limits: int,
+    ) -> Engine:  # fmt: skip
+        chosen = Limits(**{"step_tokens_max": 64, "context_tokens_max": 200} | limits)
+        looks_up = prefetcher or StepPrefetcher(prefetch=prefetch)
+        return Engine(tiny, tiny_vocabulary, chosen, memory, prefetcher=looks_up, engram_wait_seconds_max=wait_seconds_max)
 
     return make
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,18 @@ from numpy.typing import NDArray
 
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, windows_of
+from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
+from inference_worker.domain.engram_step import EngramStep, groups_of, windows_of
 from inference_worker.domain.errors import MemoryMissing
-from inference_worker.domain.ports import LayerFigures, LayerRows, Prefetcher, StepRows
+from inference_worker.domain.fusion_mode import FusionMode
+from inference_worker.domain.lease import Lease
+from inference_worker.domain.limits import Limits
+from inference_worker.domain.ports import LayerFigures, Prefetcher, RowHandle, StepRows
 from inference_worker.domain.request import Piece, Request, Sampling
 from inference_worker.domain.scheduler import Slot
 from inference_worker.domain.sequence import Sequence
 from inference_worker.domain.text import TextStream, Vocabulary
-from treadle.client.engram import StepPrefetcher, fake_handle
+from treadle.client.engram import GroupRows, StepPrefetcher, fake_handle
 from treadle.contract import (
     Deadline,
     EngramModel,
@@ -46,6 +52,7 @@ MakeEngine = Callable[..., Engine]
 TinyEngram = tuple[EngramModel, NDArray[np.int32], dict[int, NDArray[np.uint8]]]
 GREEDY = Sampling(max_tokens=12, ignore_eos=True, top_logprobs=0)
 BRIEF = WaitPolicy(0.0, Late.MASK)
+DEMO_FORM = Fusion("demo")
 
 
 @pytest.fixture
@@ -53,16 +60,10 @@ def memories(tiny: CausalLM, tiny_engram: TinyEngram) -> Iterator[Callable[..., 
     """Makes memories of the tiny Engram model on a fake handle."""
     with ExitStack() as stack:
 
-        def make(
-            *, fused: bool = True, prefetch: bool = True, delay_seconds: float = 0.0, wait_seconds_max: float = 1.0
-        ) -> EngramMemory:
+        def make(*, fused: bool = True, delay_seconds: float = 0.0) -> EngramMemory:
             model, token_map, tables = tiny_engram
             handle = stack.enter_context(fake_handle(model, token_map, tables, delay_seconds))
-            prefetcher = StepPrefetcher(handle, prefetch=prefetch)
-            fusion = fusion_of(model, tiny.config.hidden, None)
-            return EngramMemory(
-                model, handle.version, handle.transport, fusion, prefetcher, fused=fused, wait_seconds_max=wait_seconds_max
-            )
+            return EngramMemory(handle, fusion_of(model, tiny.config.hidden, None), fused=fused)
 
         yield make
 
@@ -88,7 +89,7 @@ def test_fusion_changes_the_answer_and_shadowing_does_not(
 
 def test_prefetching_changes_no_bit(engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt) -> None:
     requests = [Request(prompt(length, length), GREEDY) for length in (3, 40, 90)]
-    with_, without = (ask(engines(memories(prefetch=prefetch)), *requests) for prefetch in (True, False))
+    with_, without = (ask(engines(memories(), prefetch=prefetch), *requests) for prefetch in (True, False))
     assert logprobs_of(with_) == logprobs_of(without)
     assert [piece.token_ids for piece in with_] == [piece.token_ids for piece in without]
 
@@ -166,7 +167,7 @@ def test_a_step_waits_as_long_as_its_most_patient_request_within_the_ceiling(
 def test_the_most_patient_request_holds_the_others_no_longer_than_the_ceiling(
     engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
 ) -> None:
-    engine = engines(memories(delay_seconds=20.0, wait_seconds_max=0.05))
+    engine = engines(memories(delay_seconds=20.0), wait_seconds_max=0.05)
     patient, brief = Answer(), Answer()
     engine.submit(Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(30.0, Late.FAIL)), patient)
     engine.submit(Request(prompt(20, 1), Sampling(max_tokens=1), policy=BRIEF), brief)
@@ -182,7 +183,7 @@ def test_the_most_patient_request_holds_the_others_no_longer_than_the_ceiling(
 def test_no_layer_waits_past_the_deadlines_of_all_its_requests(
     engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
 ) -> None:
-    engine = engines(memories(delay_seconds=60.0, wait_seconds_max=30.0))
+    engine = engines(memories(delay_seconds=60.0), wait_seconds_max=30.0)
     answers = [Answer(), Answer()]
     for number, answer in enumerate(answers):
         deadline = Deadline.after(0.5 + number / 2)
@@ -195,7 +196,7 @@ def test_no_layer_waits_past_the_deadlines_of_all_its_requests(
 def test_a_request_about_to_expire_does_not_end_the_wait_of_the_others(
     engines: MakeEngine, memories: Callable[..., EngramMemory], prompt: Prompt
 ) -> None:
-    engine = engines(memories(delay_seconds=0.5, wait_seconds_max=30.0))
+    engine = engines(memories(delay_seconds=0.5), wait_seconds_max=30.0)
     hasty, patient = Answer(), Answer()
     engine.submit(Request(prompt(20), Sampling(max_tokens=1), policy=WaitPolicy(30.0), deadline=Deadline.after(0.1)), hasty)
     engine.submit(Request(prompt(20, 1), Sampling(max_tokens=1), policy=WaitPolicy(30.0)), patient)
@@ -207,11 +208,11 @@ def test_a_request_about_to_expire_does_not_end_the_wait_of_the_others(
 def test_a_cancelled_request_makes_nobody_wait(
     engines: MakeEngine, memories: Callable[..., EngramMemory], tiny: CausalLM, prompt: Prompt
 ) -> None:
-    memory = memories(delay_seconds=60.0, wait_seconds_max=30.0)
+    memory = memories(delay_seconds=60.0)
     engine = engines(memory)
     left = engine.submit(Request(prompt(4), policy=WaitPolicy(30.0)), Answer())
     here = engine.submit(Request(prompt(4), policy=BRIEF), Answer())
-    step = memory.begin([Slot(left, 0, 4), Slot(here, 0, 4)])
+    step = EngramStep(StepPrefetcher(), groups_of([Slot(left, 0, 4), Slot(here, 0, 4)]), 8, 30.0)
     left.cancelled = True
     left.kv, here.kv = (SequenceKV(tiny.config, history=memory.history_widths) for _ in range(2))
     step.before_layer(1, torch.zeros(8, tiny.config.hidden))
@@ -220,52 +221,48 @@ def test_a_cancelled_request_makes_nobody_wait(
 
 
 @pytest.mark.parametrize("wrong", [-1.0, 31.0])
-def test_a_ceiling_that_is_no_wait_is_refused(wrong: float, memories: Callable[..., EngramMemory]) -> None:
+def test_a_ceiling_that_is_no_wait_is_refused(wrong: float, engines: MakeEngine) -> None:
     with pytest.raises(InvalidArgument, match="wait_seconds_max"):
-        memories(wait_seconds_max=wrong)
+        engines(wait_seconds_max=wrong)
+
+
+def test_an_engine_that_cannot_look_up_takes_no_memory(
+    tiny: CausalLM, tiny_vocabulary: Vocabulary, memories: Callable[..., EngramMemory], prompt: Prompt
+) -> None:
+    with pytest.raises(InvalidArgument, match="prefetcher"):
+        Engine(tiny, tiny_vocabulary, Limits(context_tokens_max=200), memories())
+    engine = Engine(tiny, tiny_vocabulary, Limits(context_tokens_max=200))
+    with pytest.raises(InvalidArgument, match="prefetcher"):
+        engine.submit(Request(prompt(4)), Answer(), Lease(memories()))
 
 
 class DeadPool:
     """A prefetcher whose pool is gone."""
 
-    def __init__(self, *, at_begin: bool) -> None:
-        self._at_begin = at_begin
-
-    def begin(self, windows: Windows) -> StepRows:
-        if self._at_begin:
-            raise Unavailable("no pool")
+    def begin_groups(self, groups: SequenceOf[tuple[Any, Windows]], token_count: int) -> StepRows:
         return self
 
-    def rows(self, layer: int, policy: WaitPolicy | None = None) -> LayerRows:
-        raise Unavailable("no pool")
+    def group_rows(self, layer: int, policies: SequenceOf[WaitPolicy]) -> list[GroupRows]:
+        return [GroupRows(group, None, Unavailable("no pool")) for group in range(len(policies))]
 
     def finish(self) -> None:
         """Nothing was started."""
 
-    def figures(self) -> Mapping[int, LayerFigures]:
+    def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
         return {}
 
 
-@pytest.mark.parametrize("at_begin", [True, False])
 def test_a_pool_that_is_gone_degrades_and_does_not_fail_the_step(
-    at_begin: bool,
-    engines: MakeEngine,
-    tiny: CausalLM,
-    tiny_engram: TinyEngram,
-    ask: Ask,
-    prompt: Prompt,
+    engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
 ) -> None:
-    model, _, _ = tiny_engram
-    memory = EngramMemory(
-        model, model.version, "rpc", fusion_of(model, tiny.config.hidden, None), DeadPool(at_begin=at_begin), fused=True
-    )
-    (piece,) = ask(engines(memory), Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)))
+    memory = memories()
+    (piece,) = ask(engines(memory, prefetcher=DeadPool()), Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)))
     assert piece.degraded
     assert len(piece.token_ids) == 3
-    engine, proud = engines(memory), Answer()
+    engine, proud = engines(memory, prefetcher=DeadPool()), Answer()
     engine.submit(Request(prompt(20), policy=WaitPolicy(0.1, Late.FAIL)), proud)
     (report,) = run_until_done(engine, [proud])
-    assert [(ticket.transport, ticket.gather_outcome, ticket.rows) for ticket in report.layers] == [("rpc", "failed", 0)] * 2
+    assert [(ticket.transport, ticket.gather_outcome, ticket.rows) for ticket in report.layers] == [("fake", "failed", 0)] * 2
     assert isinstance(proud.error, MemoryMissing)
     assert "layer 1: 80 rows missing (no pool)" in str(proud.error)
 
@@ -278,35 +275,39 @@ def test_reports_and_figures_tell_each_layers_tickets(
     engine.submit(Request(prompt(20), Sampling(max_tokens=3, ignore_eos=True)), answer)
     reports = run_until_done(engine, [answer])
     assert [[ticket.layer for ticket in report.layers] for report in reports] == [[1, 2]] * 3
-    figures = memory.figures()
+    assert engine.prefetcher is not None
+    figures = engine.prefetcher.figures(memory.handle)
+    assert memory.tokens == 22
     assert [figures[layer].tickets for layer in (1, 2)] == [3, 3]
     assert figures[1].row_bytes == 22 * 4 * 32  # 22 tokens ran, four rows of 32 bytes each
 
 
-def test_an_engram_model_for_another_tokenizer_is_refused_by_field(
-    tiny: CausalLM, tiny_folder: Path, tiny_engram: TinyEngram
-) -> None:
+def test_an_engram_model_for_another_language_model_is_refused_by_field(tiny: CausalLM, tiny_engram: TinyEngram) -> None:
     model, token_map, _ = tiny_engram
-    check_fits(model, tiny.config, tiny_folder / "tokenizer.json")
-    other = demo_model("other", layers=(1,), token_map=token_map_digest(token_map + 1), compressed_vocab_size=300, pad_id=2,
-                       prime_base=101, row=RowLayout(32, 16, "bf16"))  # fmt: skip
-    with pytest.raises(FingerprintMismatch, match="token_map"):
-        check_fits(other, tiny.config, tiny_folder / "tokenizer.json")
-    deep = demo_model("deep", layers=(1, 9), token_map=token_map_digest(token_map), compressed_vocab_size=300, pad_id=2,
-                      prime_base=101, row=RowLayout(32, 16, "bf16"))  # fmt: skip
-    with pytest.raises(InvalidArgument, match="9"):
-        check_fits(deep, tiny.config, tiny_folder / "tokenizer.json")
-    ple = qwen_ple_model("ple", layer=1, row=RowLayout(32, 16, "bf16"))
+    own = token_map_digest(token_map)
+    check_fits(model, tiny.config, lambda: own)
+
+    def other(layers: tuple[int, ...] = (1,), digest: str = own, form: Fusion | None = DEMO_FORM) -> EngramModel:
+        return demo_model(
+            "other", layers=layers, token_map=digest, compressed_vocab_size=300, pad_id=2, prime_base=101, fusion=form,
+            row=RowLayout(32, 16, "bf16"),
+        )  # fmt: skip
+
+    ple = replace(qwen_ple_model("ple", layer=1, row=RowLayout(32, 16, "bf16")), fusion=Fusion("demo"))
     assert ple.family is Family.QWEN_PLE
-    with pytest.raises(InvalidArgument, match="eos_id"):
-        check_fits(ple, tiny.config, tiny_folder / "tokenizer.json")
+    wrong = {"token_map": other(digest="0" * 64), "layers": other(layers=(1, 9)), "fusion": other(form=None), "eos_id": ple}
+    for field, refused in wrong.items():
+        with pytest.raises(FingerprintMismatch) as error:
+            check_fits(refused, tiny.config, lambda: own)
+        assert error.value.field == field
 
 
 def test_fusion_weights_come_from_the_file_that_the_manifest_names(tiny: CausalLM, tiny_engram: TinyEngram, tmp_path: Path) -> None:
     model, _, _ = tiny_engram
     path = tmp_path / "fusion.safetensors"
     named = replace(model, fusion=Fusion("demo", fusion_of(model, tiny.config.hidden, None).save(path)))
-    assert fusion_of(named, tiny.config.hidden, path).history_widths == {1: 32, 2: 32}
+    for weights in (path, path.read_bytes()):
+        assert fusion_of(named, tiny.config.hidden, weights).history_widths == {1: 32, 2: 32}
     with pytest.raises(InvalidArgument, match="engram_fusion_weights"):
         fusion_of(named, tiny.config.hidden, None)
     with pytest.raises(FingerprintMismatch):
@@ -318,5 +319,17 @@ def test_fusion_weights_come_from_the_file_that_the_manifest_names(tiny: CausalL
 def test_the_sdks_prefetcher_fits_the_engines_port(tiny_engram: TinyEngram) -> None:
     model, token_map, tables = tiny_engram
     with fake_handle(model, token_map, tables) as handle:
-        fits: Prefetcher = StepPrefetcher(handle)  # what mypy checks here is the test
-        assert set(fits.figures()) == {1, 2}
+        fits: Prefetcher = StepPrefetcher()  # what mypy checks here is the test
+        opened: RowHandle = handle
+        assert set(fits.figures(opened)) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("mode", "with_weights", "with_none"), [("auto", True, False), ("on", True, True), ("shadow", False, False)]
+)
+def test_rows_are_added_where_their_fusion_was_trained_unless_told_otherwise(
+    mode: str, with_weights: bool, with_none: bool, tiny_engram: TinyEngram
+) -> None:
+    model = tiny_engram[0]
+    assert is_fused(replace(model, fusion=Fusion("demo", "0" * 64)), FusionMode(mode)) is with_weights
+    assert is_fused(model, FusionMode(mode)) is with_none

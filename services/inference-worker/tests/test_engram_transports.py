@@ -19,7 +19,7 @@ from inference_worker.domain.engine import Engine
 from inference_worker.domain.engram import EngramMemory, fusion_of
 from inference_worker.domain.request import Piece, Request, Sampling
 from treadle.client.endpoint import Endpoint
-from treadle.client.engram import EngramHandle, StepPrefetcher, fake_handle
+from treadle.client.engram import EngramHandle, fake_handle
 from treadle.contract import PROTO_VERSION, AccessDenied, EngramModel, Late, NotFound, Transport, Unavailable, WaitPolicy, Windows
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
@@ -109,10 +109,8 @@ def pool(tiny_engram: TinyEngram, tmp_path: Path) -> Iterator[RunningPool]:
 def fused(tiny: CausalLM) -> Callable[..., EngramMemory]:
     """A memory on a handle, fused."""
 
-    def make(handle: EngramHandle, *, prefetch: bool = True) -> EngramMemory:
-        fusion = fusion_of(handle.model, tiny.config.hidden, None)
-        prefetcher = StepPrefetcher(handle, prefetch=prefetch)
-        return EngramMemory(handle.model, handle.version, handle.transport, fusion, prefetcher, fused=True, wait_seconds_max=20.0)
+    def make(handle: EngramHandle) -> EngramMemory:
+        return EngramMemory(handle, fusion_of(handle.model, tiny.config.hidden, None), fused=True)
 
     return make
 
@@ -130,7 +128,7 @@ def test_neither_transport_nor_prefetch_changes_a_bit(
     for transport in ("mapped", "local", "rpc"):
         for prefetch in (True, False):
             with open_engram(pool.endpoint, "tiny", "", transport, 10.0) as handle:
-                pieces = ask(engines(fused(handle, prefetch=prefetch)), *requests)
+                pieces = ask(engines(fused(handle), prefetch=prefetch, wait_seconds_max=20.0), *requests)
             reports = [piece.finish.memory[0] for piece in pieces if piece.finish is not None]
             assert [(report.transport, report.rows_missing) for report in reports] == [(transport, 0)] * 3
             answers[transport, prefetch] = logprobs_of(pieces)
@@ -166,7 +164,7 @@ def test_a_memory_by_rpc_that_loses_its_pool_degrades_and_says_so(
     with open_engram(pool.endpoint, "tiny", "", "rpc", 10.0) as handle:
         pool.kill()
         for prefetch in (True, False):
-            (piece,) = ask(engines(fused(handle, prefetch=prefetch)), request)
+            (piece,) = ask(engines(fused(handle), prefetch=prefetch), request)
             assert piece.degraded
             assert piece.finish is not None
             assert piece.finish.memory[0].rows_missing == 2 * 4 * 41

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of
+from inference_worker.domain.engram import EngramMemory, fusion_of
 from inference_worker.domain.limits import Limits
+from inference_worker.domain.memory_opening import Opener
 from inference_worker.domain.request import FinishReason, Piece, Request, Sampling
 from inference_worker.domain.text import TextStream, Vocabulary
 from treadle.client.engram import EngramHandle, StepPrefetcher
@@ -23,15 +24,13 @@ Chat = Callable[[str], tuple[int, ...]]
 QUESTION = "What is the capital of France?"
 
 
-def engine_of(model: CausalLM, vocabulary: Vocabulary, memory: EngramMemory | None = None) -> Engine:
-    return Engine(model, vocabulary, Limits(sequences_max=4, step_tokens_max=64), memory)
+def engine_of(model: CausalLM, vocabulary: Vocabulary, memory: EngramMemory | None = None, *, prefetch: bool = True) -> Engine:
+    limits = Limits(sequences_max=4, step_tokens_max=64)
+    return Engine(model, vocabulary, limits, memory, prefetcher=StepPrefetcher(prefetch=prefetch))
 
 
-def memory_of(handle: EngramHandle, model: CausalLM, *, fused: bool, prefetch: bool = True) -> EngramMemory:
-    fusion = fusion_of(handle.model, model.config.hidden, None)
-    return EngramMemory(
-        handle.model, handle.version, handle.transport, fusion, StepPrefetcher(handle, prefetch=prefetch), fused=fused
-    )
+def memory_of(handle: EngramHandle, model: CausalLM, *, fused: bool) -> EngramMemory:
+    return EngramMemory(handle, fusion_of(handle.model, model.config.hidden, None), fused=fused)
 
 
 def test_the_capital_of_france_is_paris(smollm: CausalLM, smollm_vocabulary: Vocabulary, ask: Ask, chat_ids: Chat) -> None:
@@ -45,18 +44,19 @@ def test_the_capital_of_france_is_paris(smollm: CausalLM, smollm_vocabulary: Voc
 def test_a_shadowed_engram_answers_the_same_and_a_fused_one_is_exact(
     smollm: CausalLM, smollm_vocabulary: Vocabulary, smollm_folder: Path, demo_handle: EngramHandle, ask: Ask, chat_ids: Chat
 ) -> None:
-    check_fits(demo_handle.model, smollm.config, smollm_folder / "tokenizer.json")
+    Opener(smollm.config, smollm_folder / "tokenizer.json").check(demo_handle.model)
     wanted = Sampling(max_tokens=8, ignore_eos=True, top_logprobs=0)
     requests = [Request(chat_ids(question), wanted) for question in (QUESTION, "Count to five.")]
 
-    def logprobs(memory: EngramMemory | None, *asked: Request) -> list[float]:
-        return [entry.logprob for piece in ask(engine_of(smollm, smollm_vocabulary, memory), *asked) for entry in piece.logprobs]
+    def logprobs(memory: EngramMemory | None, *asked: Request, prefetch: bool = True) -> list[float]:
+        engine = engine_of(smollm, smollm_vocabulary, memory, prefetch=prefetch)
+        return [entry.logprob for piece in ask(engine, *asked) for entry in piece.logprobs]
 
     plain = logprobs(None, *requests)
     assert logprobs(memory_of(demo_handle, smollm, fused=False), *requests) == plain
     fused = logprobs(memory_of(demo_handle, smollm, fused=True), *requests)
     assert fused != plain
-    assert logprobs(memory_of(demo_handle, smollm, fused=True, prefetch=False), *requests) == fused
+    assert logprobs(memory_of(demo_handle, smollm, fused=True), *requests, prefetch=False) == fused
     alone = [value for request in requests for value in logprobs(memory_of(demo_handle, smollm, fused=True), request)]
     assert alone == pytest.approx(fused, abs=1e-4)
 

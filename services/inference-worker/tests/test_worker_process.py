@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inference_worker.adapters.model_folder import find_model_folder
 from inference_worker.commands import app
 from inference_worker.settings import EngramTransport, Settings
 from treadle.chassis.settings import WrongSetting
@@ -23,6 +22,7 @@ from treadle.client.worker import Worker
 from treadle.contract.errors import NotFound
 from treadle.contract.policy import Late, WaitPolicy
 from treadle.inference.v1 import worker_pb2 as pb
+from treadle.nn.model_folder import find_model_folder
 
 FREE = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
 
@@ -61,10 +61,11 @@ def test_a_worker_says_when_it_is_ready_serves_and_drains(process: subprocess.Po
     assert process.wait(timeout=30) == 0
 
 
-def test_a_pool_that_is_not_there_ends_the_start_with_one_line(tiny_folder: Path) -> None:
+def test_a_default_memory_whose_pool_is_not_there_ends_the_start_with_one_line(tiny_folder: Path) -> None:
     done = run(
-        "--model", str(tiny_folder), "--engram-pool", "127.0.0.1:1", "--engram-open-seconds-max", "0", "--log-level", "warning"
-    )
+        "--model", str(tiny_folder), "--engram-model", "kjv", "--engram-pool", "127.0.0.1:1", "--engram-open-seconds-max", "0",
+        "--log-level", "error",
+    )  # fmt: skip
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert "127.0.0.1:1" in done.stderr
@@ -87,7 +88,17 @@ def test_a_wrong_setting_ends_the_start_with_one_line(argv: tuple[str, ...], wor
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"threads": 0}, {"model": ""}, {"kv_tokens_max": 1}, {"engram_open_seconds_max": -1.0}, {"listen": "0.0.0.0:1"}]
+    "wrong",
+    [
+        {"threads": 0},
+        {"model": ""},
+        {"kv_tokens_max": 1},
+        {"engram_open_seconds_max": -1.0},
+        {"listen": "0.0.0.0:1"},
+        {"engram_memories_max": 0},
+        {"engram_model": "kjv", "engram_pool": ""},
+        {"engram_fusion_weights": Path("fusion.safetensors")},
+    ],
 )
 def test_settings_refuse_values_that_do_not_fit(wrong: dict[str, Any]) -> None:
     with pytest.raises(WrongSetting):
@@ -98,11 +109,12 @@ def test_settings_give_limits_policy_and_whether_there_is_an_engram() -> None:
     settings = Settings(sequences_max=3, engram_wait_seconds_max=0.5, engram_late=Late.FAIL)
     assert settings.limits.sequences_max == 3
     assert settings.policy == WaitPolicy(0.5, Late.FAIL)
-    assert settings.wants_engram
-    assert not any(
-        each.wants_engram
-        for each in (Settings(engram_model=""), Settings(engram_model="none"), Settings(engram_transport=EngramTransport.OFF))
-    )
+    assert (settings.watches_pool, settings.has_default_memory) == (True, False)
+    assert Settings(engram_model="kjv").has_default_memory
+    assert not Settings(engram_model="none").has_default_memory
+    off = Settings(engram_model="kjv", engram_transport=EngramTransport.OFF)
+    assert (off.watches_pool, off.has_default_memory) == (False, False)
+    assert not Settings(engram_pool="").watches_pool
 
 
 def test_a_model_is_found_by_path_and_named_after_its_record_or_folder(tiny_folder: Path, tmp_path: Path) -> None:

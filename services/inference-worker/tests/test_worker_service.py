@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from inference_worker.adapters.prometheus import WorkerMetrics
+from inference_worker.domain.catalogue import Catalogue, NoCatalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.engine_thread import EngineThread
 from inference_worker.domain.engram import EngramMemory, fusion_of
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.request import Piece, TokenLogprob
+from inference_worker.domain.resident_versions import Choice
 from inference_worker.domain.text import Vocabulary
 from inference_worker.server import STATUS, ModelCard, WorkerServer, write_piece
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
@@ -27,7 +31,15 @@ from treadle.client.endpoint import Endpoint
 from treadle.client.engram import StepPrefetcher, fake_handle
 from treadle.client.worker import AsyncWorker
 from treadle.contract import PROTO_VERSION, EngramModel
-from treadle.contract.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from treadle.contract.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FingerprintMismatch,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from treadle.contract.policy import WaitPolicy
 from treadle.inference.v1 import worker_pb2 as pb
 from treadle.inference.v1 import worker_pb2_grpc as pb_grpc
@@ -48,16 +60,19 @@ def serve(tiny: CausalLM, tiny_vocabulary: Vocabulary, registry: CollectorRegist
     """Serves the tiny model; gives a client and the engine."""
 
     @asynccontextmanager
-    async def run(memory: EngramMemory | None = None, **limits: int) -> AsyncIterator[tuple[AsyncWorker, Engine]]:
+    async def run(
+        memories: Catalogue | NoCatalogue | None = None, *, open_seconds_max: float = 30.0, **limits: int
+    ) -> AsyncIterator[tuple[AsyncWorker, Engine]]:
         metrics = WorkerMetrics(registry)
         chosen = Limits(**{"step_tokens_max": 64, "context_tokens_max": 200} | limits)
-        engine = Engine(tiny, tiny_vocabulary, chosen, memory, observer=metrics)
+        engine = Engine(tiny, tiny_vocabulary, chosen, prefetcher=StepPrefetcher(), observer=metrics)
         metrics.watch(engine)
         guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=100, metrics=RpcMetrics(registry, "worker"))
         server = grpc.aio.server(interceptors=[guard])
         with EngineThread(engine) as thread:
             card = ModelCard("tiny", Path("/models/tiny"), "0" * 64, "1.2.3")
-            pb_grpc.add_WorkerServiceServicer_to_server(WorkerServer(thread, card, WaitPolicy()), server)
+            servicer = WorkerServer(thread, card, WaitPolicy(), memories, open_seconds_max=open_seconds_max)
+            pb_grpc.add_WorkerServiceServicer_to_server(servicer, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             async with AsyncWorker(Endpoint(f"127.0.0.1:{port}")) as worker:
@@ -192,22 +207,22 @@ async def test_metrics_count_steps_tokens_and_outcomes(serve: Serve, registry: C
 
 
 @pytest.fixture
-def memory(tiny: CausalLM, tiny_engram: TinyEngram) -> Iterator[Callable[[float], EngramMemory]]:
-    """Makes shadowed memories whose rows come after a delay in seconds."""
-    with ExitStack() as stack:
+def shadowed(tiny: CausalLM, tiny_engram: TinyEngram, catalogues: Callable[..., Catalogue]) -> Callable[[float], Catalogue]:
+    """Makes catalogues with a shadowed default memory whose rows come after a delay in seconds."""
 
-        def make(delay_seconds: float) -> EngramMemory:
-            handle = stack.enter_context(fake_handle(*tiny_engram, delay_seconds))
-            fusion = fusion_of(handle.model, tiny.config.hidden, None)
-            return EngramMemory(handle.model, handle.version, handle.transport, fusion, StepPrefetcher(handle), fused=False)
+    def make(delay_seconds: float) -> Catalogue:
+        handle = fake_handle(*tiny_engram, delay_seconds)
+        catalogue = catalogues(default=Choice("tiny"), heard=False)
+        catalogue.adopt_default(EngramMemory(handle, fusion_of(handle.model, tiny.config.hidden, None), fused=False))
+        return catalogue
 
-        yield make
+    return make
 
 
 async def test_status_and_the_last_message_tell_what_the_engram_did(
-    serve: Serve, memory: Callable[[float], EngramMemory], registry: CollectorRegistry
+    serve: Serve, shadowed: Callable[[float], Catalogue], registry: CollectorRegistry
 ) -> None:
-    async with serve(memory(0.0)) as (worker, _):
+    async with serve(shadowed(0.0)) as (worker, _):
         responses = await whole(worker, request())
         status = await worker.status()
     (report,) = responses[-1].memory
@@ -228,10 +243,10 @@ async def test_status_and_the_last_message_tell_what_the_engram_did(
 
 
 async def test_a_caller_chooses_between_a_degraded_answer_and_none(
-    serve: Serve, memory: Callable[[float], EngramMemory], registry: CollectorRegistry
+    serve: Serve, shadowed: Callable[[float], Catalogue], registry: CollectorRegistry
 ) -> None:
     brief = pb.MemoryPolicy(wait_seconds_max=0.001, late=pb.LATE_POLICY_MASK)
-    async with serve(memory(5.0)) as (worker, _):
+    async with serve(shadowed(5.0)) as (worker, _):
         masked = request(max_tokens=2)
         masked.memory_policy.CopyFrom(brief)
         responses = await whole(worker, masked)
@@ -244,6 +259,118 @@ async def test_a_caller_chooses_between_a_degraded_answer_and_none(
     assert registry.get_sample_value("treadle_worker_engram_tickets_total", {"layer": "1", "outcome": "missing"}) == 3
     assert registry.get_sample_value("treadle_worker_engram_gathers_total", {"transport": "fake", "outcome": "missing"}) == 6
     assert registry.get_sample_value("treadle_worker_engram_gather_seconds_count", {"transport": "fake"}) is None
+
+
+def choosing(name: str, version: str = "", **sampling: Any) -> pb.GenerateRequest:
+    asked = request(**sampling)
+    asked.engram.CopyFrom(pb.EngramChoice(model=name, version=version))
+    return asked
+
+
+async def test_a_request_chooses_its_memory_and_status_lists_them(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue]
+) -> None:
+    kjv, law = fake_pool.grow("kjv"), fake_pool.grow("law", seed=1)
+    async with serve(catalogues()) as (worker, _):
+        chosen = await whole(worker, choosing("kjv", kjv.version[:8].upper()))
+        without = await whole(worker, choosing(""))
+        silent = await whole(worker, request())
+        status = await worker.status()
+    (report,) = chosen[-1].memory
+    assert (report.name, report.version, report.shadowed, report.tickets) == ("kjv", kjv.version, False, 16)
+    assert not without[-1].memory
+    assert not silent[-1].memory
+    listed = [(each.model, each.version, each.default, each.open, each.requests, each.tokens) for each in status.engram_models]
+    assert listed == [("kjv", kjv.version, False, True, 0, 17), ("law", law.version, False, False, 0, 0)]
+    assert [(each.transport, each.fused, each.refusal) for each in status.engram_models] == [("fake", True, ""), ("", True, "")]
+    assert (status.engram_model, len(status.engram_layers)) == ("", 0)  # those are the default's
+
+
+async def test_a_choice_that_cannot_be_had_is_refused_with_its_own_code(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue]
+) -> None:
+    kjv = fake_pool.grow("kjv")
+    fake_pool.failures["broken"] = DataLoss("torn")
+    broken = fake_pool.grow("broken", seed=1)
+    catalogue = catalogues()
+    foreign = replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64))
+    catalogue.update([kjv, broken, foreign])
+    async with serve(catalogue) as (worker, engine):
+        for name, error, words in (
+            ("bible", NotFound, "'broken', 'kjv'"), ("foreign", FingerprintMismatch, "token_map"), ("broken", DataLoss, "torn"),
+        ):  # fmt: skip
+            with pytest.raises(error, match=words):
+                await whole(worker, choosing(name))
+        with pytest.raises(InvalidArgument, match=r"engram\.version"):
+            await whole(worker, choosing("kjv", "abc"))
+        assert engine.totals.steps == 0
+        assert await whole(worker, choosing("kjv"))
+
+
+async def test_a_worker_without_a_pool_has_no_memory_to_choose(serve: Serve) -> None:
+    async with serve() as (worker, _):
+        with pytest.raises(NotFound, match="without an Engram pool"):
+            await whole(worker, choosing("kjv"))
+        assert not (await worker.status()).engram_models
+
+
+async def test_an_opening_that_hangs_ends_its_own_request_in_time_and_leaves_no_lease_behind(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue], eventually: Eventually
+) -> None:
+    for seed, name in enumerate(("kjv", "stuck")):
+        fake_pool.grow(name, seed)
+    fake_pool.hanging["stuck"] = threading.Event()
+    catalogue = catalogues()
+    async with serve(catalogue, open_seconds_max=0.2) as (worker, engine):
+        stuck = asyncio.create_task(whole(worker, choosing("stuck")))
+        hasty = asyncio.create_task(whole(worker, choosing("stuck"), 0.05))
+        assert (await whole(worker, choosing("kjv")))[-1].memory[0].name == "kjv"
+        with pytest.raises(DeadlineExceeded, match="'stuck' is still being opened"):
+            await stuck
+        with pytest.raises(DeadlineExceeded):
+            await hasty
+        fake_pool.hanging["stuck"].set()
+        await eventually(lambda: catalogue.open_count == 2)
+        assert [memory.requests for memory in catalogue.memories()] == [0, 0]
+        assert engine.totals.completion_tokens == 8
+
+
+async def test_a_bad_request_opens_nothing_and_a_refused_one_lets_go(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue]
+) -> None:
+    fake_pool.grow("kjv")
+    catalogue = catalogues()
+    async with serve(catalogue) as (worker, engine):
+        with pytest.raises(InvalidArgument, match="top_p"):
+            await whole(worker, choosing("kjv", top_p=2))
+        assert fake_pool.opened == []
+        engine.close_door()
+        with pytest.raises(Unavailable, match="stopping"):
+            await whole(worker, choosing("kjv"))
+    assert [memory.requests for memory in catalogue.memories()] == [0]
+
+
+async def test_metrics_count_openings_and_open_memories_without_naming_any(
+    fake_pool: Any, catalogues: Callable[..., Catalogue], take: Callable[..., Any], registry: CollectorRegistry
+) -> None:
+    metrics = WorkerMetrics(registry)
+    fake_pool.grow("kjv")
+    fake_pool.grow("broken", seed=1)
+    fake_pool.failures["broken"] = DataLoss("torn")
+    catalogue = catalogues(observer=metrics)
+    metrics.watch_memories(catalogue)
+    take(catalogue, "kjv")
+    with pytest.raises(DataLoss):
+        take(catalogue, "broken")
+    opens = [registry.get_sample_value("treadle_worker_engram_opens_total", {"outcome": each}) for each in ("ok", "failed")]
+    assert opens == [1, 1]
+    assert registry.get_sample_value("treadle_worker_engram_open_seconds_count") == 2
+    with pytest.raises(NotFound):
+        catalogue.take(Choice("bible"))
+    assert registry.get_sample_value("treadle_worker_engram_choices_refused_total", {"reason": "unknown"}) == 1
+    assert registry.get_sample_value("treadle_worker_engram_memories_open") == 1
+    assert registry.get_sample_value("treadle_worker_engram_pool_answers") == 1
+    assert not any("kjv" in sample.labels.values() for family in registry.collect() for sample in family.samples)
 
 
 def test_log_probabilities_of_a_long_prompt_are_cut_into_messages_below_a_mebibyte() -> None:

@@ -1,10 +1,11 @@
-"""Opens an Engram model in a pool, waiting for a pool that is still starting, with the key that it asks for."""
+"""A pool of Engram memories over the SDK: opened version by version, and waited for at the start."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.client.endpoint import Endpoint
@@ -14,6 +15,29 @@ from treadle.contract.errors import AccessDenied, DeadlineExceeded, NotFound, Un
 
 log = logging.getLogger("treadle.worker")
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOfMemories:
+    """The MemoryPool of an endpoint. `transport`: auto, mapped, local or rpc."""
+
+    endpoint: Endpoint
+    transport: str
+
+    @property
+    def address(self) -> str:
+        """See MemoryPool."""
+        return self.endpoint.address
+
+    def open(self, model: str, version: str) -> EngramHandle:
+        """See MemoryPool. The handle outlives the pool's process, except by rpc."""
+        with EngramPool(self.endpoint) as pool:
+            return pool.open(model, version, transport=self.transport)
+
+    def read_fusion(self, model: str, version: str) -> bytes:
+        """See MemoryPool."""
+        with EngramPool(self.endpoint) as pool:
+            return pool.read_fusion(model, version)
 
 
 def open_engram(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.report import StepReport
 
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # one decode on a laptop to a large chunk
 GATHER_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # one token mapped to a chunk by rpc
+OPEN_SECONDS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)  # a small memory that is mapped to a large one that is copied
 SLACK_SECONDS = (-1.0, -0.1, -0.01, -0.001, 0.0, 0.0001, 0.001, 0.01, 0.1, 1.0)  # negative: late
 
 
 class WorkerMetrics:
-    """An Observer that counts into `registry`."""
+    """An Observer and OpeningObserver that counts into `registry`. No label names a memory: their number is the pool's affair."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -43,6 +45,14 @@ class WorkerMetrics:
             buckets=GATHER_SECONDS, registry=registry,
         )  # fmt: skip
 
+        self._opens = counter("engram_opens", "Openings of Engram memories, by outcome", ("outcome",))
+        self._refused = counter(
+            "engram_choices_refused", "Choices of an Engram memory that could not be had, by reason", ("reason",)
+        )
+        self._open_seconds = Histogram(
+            "treadle_worker_engram_open_seconds", "Seconds of an opening", buckets=OPEN_SECONDS, registry=registry
+        )
+
     def watch(self, engine: Engine) -> None:
         """Show the engine's load, read whenever the metrics are."""
 
@@ -52,6 +62,22 @@ class WorkerMetrics:
         gauge("requests_running", "Requests in the batch").set_function(lambda: engine.load.requests_running)
         gauge("requests_waiting", "Requests waiting for a place in it").set_function(lambda: engine.load.requests_waiting)
         gauge("prefix_cache_bytes", "Bytes of KV kept for later requests").set_function(lambda: engine.load.prefix_cache_bytes)
+
+    def watch_memories(self, catalogue: Catalogue) -> None:
+        """Show how many memories are open and whether their pool answers, read whenever the metrics are."""
+        gauge = Gauge("treadle_worker_engram_memories_open", "Engram memory versions that are open", registry=self._registry)
+        gauge.set_function(lambda: catalogue.open_count)
+        answers = Gauge("treadle_worker_engram_pool_answers", "1 while the Engram pool answers, else 0", registry=self._registry)
+        answers.set_function(lambda: catalogue.pool_answers)
+
+    def opened(self, outcome: str, seconds: float) -> None:
+        """See OpeningObserver."""
+        self._opens.labels(outcome).inc()
+        self._open_seconds.observe(seconds)
+
+    def choice_refused(self, reason: str) -> None:
+        """See OpeningObserver."""
+        self._refused.labels(reason).inc()
 
     def step(self, report: StepReport) -> None:
         """See Observer."""

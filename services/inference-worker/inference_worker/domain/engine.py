@@ -10,26 +10,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from inference_worker.domain import sampling
+from inference_worker.domain.engram import EngramMemory
+from inference_worker.domain.engram_step import WAIT_SECONDS_MAX, EngramStep, by_memory, groups_of
 from inference_worker.domain.errors import Draining, StepFailed
 from inference_worker.domain.kv_blocks import KVBlocks
+from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
-from inference_worker.domain.ports import Observer, Sink
+from inference_worker.domain.ports import Observer, Prefetcher, Sink
 from inference_worker.domain.report import EngineLoad, EngineTotals, LayerReport, StepReport
-from inference_worker.domain.request import Finish, FinishReason, Piece, Request
+from inference_worker.domain.request import Finish, FinishReason, MemoryReport, Piece, Request
 from inference_worker.domain.scheduler import Scheduler, Slot
 from inference_worker.domain.sequence import Sequence, kv_of
 from inference_worker.domain.text import TextStream, Vocabulary
-from treadle.contract.errors import DeadlineExceeded, TreadleError
+from treadle.contract.errors import DeadlineExceeded, InvalidArgument, TreadleError
+from treadle.contract.policy import WaitPolicy
 from treadle.nn.model import CausalLM
-
-if TYPE_CHECKING:  # an engine without memory needs none of it
-    from inference_worker.domain.engram import EngramMemory, EngramStep
 
 log = logging.getLogger("treadle.worker")
 LOGPROB_ROWS = 64  # rows of logits at once for prompt log-probabilities: 12 MiB at 49,152 tokens
@@ -40,46 +40,54 @@ RECENT = 0.1  # weight of the newest request in the mean that retry-after is mad
 class Engine:
     """One model and its batch.
 
-    limits: named limits; the model's own positions lower `context_tokens_max`
-    memory: Engram memory that every step looks up; None: none
-    name:   what the model is called; part of the prefix cache's keys
+    limits:     named limits; the model's own positions lower `context_tokens_max`
+    memory:     Engram memory of requests that are submitted without a lease; None: none. The caller's, who closes it
+    prefetcher: looks up the rows of all memories; needed where requests use any
+    engram_wait_seconds_max: longest wait of a step at one Engram layer
+    name:       what the model is called; part of the prefix cache's keys
     """
 
     def __init__(
         self, model: CausalLM, vocabulary: Vocabulary, limits: Limits, memory: EngramMemory | None = None, *,
-        name: str = "model", observer: Observer | None = None,
+        prefetcher: Prefetcher | None = None, engram_wait_seconds_max: float = WAIT_SECONDS_MAX, name: str = "model",
+        observer: Observer | None = None,
     ) -> None:  # fmt: skip
-        self.limits, self.memory = limits, memory
+        self.limits, self.memory, self.prefetcher = limits, memory, prefetcher
+        self._engram_wait_seconds_max = WaitPolicy(engram_wait_seconds_max).wait_seconds_max  # checked there
+        self._check_usable(memory)
         self.context_tokens_max = min(limits.context_tokens_max, model.config.positions_max)
         self.eos_token_ids = frozenset(model.config.eos_token_ids)
         self.totals = EngineTotals()
         self._model, self._vocabulary, self._observer = model, vocabulary, observer
         # Rows of the output matrix past the tokenizer's last id are padding: no text, no place in a token map, never chosen.
         self._token_count = min(model.config.vocab, len(vocabulary.pieces))
-        self._blocks = KVBlocks(model, memory, limits.prefix_cache_bytes_max, name)
+        self._blocks = KVBlocks(model, limits.prefix_cache_bytes_max, name)
         self._scheduler = Scheduler(limits)
         self._work = threading.Condition()  # its lock guards the scheduler's queue and the door
         self._open, self._awake = True, False
         self._mean_request_seconds = 1.0
         self._outbox: list[tuple[Sink, Piece | Exception]] = []
+        self._ended: list[Lease] = []
 
     @property
     def load(self) -> EngineLoad:
         """How busy it is now."""
         return EngineLoad(len(self._scheduler.running), len(self._scheduler.waiting), self._blocks.byte_count)
 
-    def submit(self, request: Request, sink: Sink) -> Sequence:
+    def submit(self, request: Request, sink: Sink, lease: Lease | None = None) -> Sequence:
         """Queue a request; its answer goes to `sink`. Any thread.
 
+        lease: on the memory that it uses to its end, or on none; the engine releases it then, but not where this raises.
+               None: the engine's own `memory`.
         Returns what `cancel` wants. Raises InvalidArgument naming the field, ResourceExhausted when the queue is full,
         DeadlineExceeded when there is no time left, Draining.
         """
-        request.check(vocabulary=self._token_count, context_tokens_max=self.context_tokens_max)
-        if request.deadline is not None:
-            request.deadline.check(before="the request was queued")
+        lease = Lease(self.memory) if lease is None else lease
+        self._check_usable(lease.memory)
+        self.check(request)
         sequence = Sequence(
             request, sink, TextStream(self._vocabulary, request.sampling.stop), list(request.prompt),
-            request.tokens_max(self.context_tokens_max), generator=sampling.generator_of(request.sampling),
+            request.tokens_max(self.context_tokens_max), lease=lease, generator=sampling.generator_of(request.sampling),
             started_ns=time.monotonic_ns(),
         )  # fmt: skip
         with self._work:
@@ -93,6 +101,12 @@ class Engine:
             self._work.notify_all()
         return sequence
 
+    def check(self, request: Request) -> None:
+        """Raise InvalidArgument, naming the field, for a request that this engine cannot run; DeadlineExceeded if its time is over."""
+        request.check(vocabulary=self._token_count, context_tokens_max=self.context_tokens_max)
+        if request.deadline is not None:
+            request.deadline.check(before="the request was queued")
+
     def cancel(self, sequence: Sequence) -> None:
         """End a request before the next step; its place is free then. Nothing more is delivered. Any thread."""
         sequence.cancelled = True
@@ -103,7 +117,7 @@ class Engine:
         with self._work:
             leaving = self._scheduler.take_out(lambda _: True)
         for sequence in leaving:
-            sequence.kv = None
+            self._let_go(sequence)
             self._count_end("failed")
             self._outbox.append((sequence.sink, error))
         self._hand_out()
@@ -139,7 +153,7 @@ class Engine:
         with self._work:
             joined = self._scheduler.join()
         self._admit(joined)
-        slots = self._scheduler.plan()
+        slots = by_memory(self._scheduler.plan())
         if not slots:
             self._hand_out()
             return None
@@ -169,7 +183,7 @@ class Engine:
         memory_step: EngramStep | None = None
         chosen, failed = 0, False
         try:
-            memory_step = self.memory.begin(slots) if self.memory is not None else None
+            memory_step = self._begin_memories(slots)
             hidden = self._forward(slots, memory_step)
             chosen = self._answer(slots, hidden, memory_step)
         except Exception as error:
@@ -181,6 +195,13 @@ class Engine:
             if memory_step is not None:
                 memory_step.finish()
         return chosen, tuple(memory_step.reports) if memory_step is not None else (), failed
+
+    def _begin_memories(self, slots: list[Slot]) -> EngramStep | None:
+        """Start looking up the rows of a step; None where none of its requests uses a memory."""
+        groups = groups_of(slots)
+        if not groups or self.prefetcher is None:
+            return None
+        return EngramStep(self.prefetcher, groups, sum(slot.count for slot in slots), self._engram_wait_seconds_max)
 
     def _forward(self, slots: list[Slot], memory_step: EngramStep | None) -> Tensor:
         """Hidden states [T, hidden] of the step's tokens; each sequence's KV grows by its slot."""
@@ -240,8 +261,7 @@ class Engine:
             self._blocks.publish(sequence)
         if reason is not None:
             piece.text += sequence.text.flush()
-            memory = (self.memory.report_of(sequence),) if self.memory is not None else ()
-            piece.finish = Finish(reason, sequence.usage, memory)
+            piece.finish = Finish(reason, sequence.usage, _memory_reports(sequence))
             self._leave(sequence, reason.value)
         self._outbox.append((sequence.sink, piece))
 
@@ -267,7 +287,7 @@ class Engine:
         with self._work:
             leaving = self._scheduler.take_out(unwanted)
         for sequence in leaving:
-            sequence.kv = None
+            self._let_go(sequence)
             if sequence.cancelled:
                 self._count_end("cancelled")
             else:
@@ -286,13 +306,25 @@ class Engine:
         """Free the place and the KV of a sequence that is over."""
         with self._work:
             self._scheduler.take_out(lambda other: other is sequence)
-        sequence.kv = None
+        self._let_go(sequence)
         seconds = (time.monotonic_ns() - sequence.started_ns) / 1e9
         self._mean_request_seconds += RECENT * (seconds - self._mean_request_seconds)
         self._count_end(outcome)
 
+    def _let_go(self, sequence: Sequence) -> None:
+        """Free what a sequence that is over has held; its memory only after the step, whose tickets may still read it."""
+        sequence.kv = None
+        self._ended.append(sequence.lease)
+
+    def _check_usable(self, memory: EngramMemory | None) -> None:
+        if memory is not None and self.prefetcher is None:
+            raise InvalidArgument("engine: made without a prefetcher, so that its requests can use no Engram memory")
+
     def _hand_out(self) -> None:
         """Give the callers what is theirs: last, so that whoever has an answer finds it counted in totals and metrics."""
+        ended, self._ended = self._ended, []
+        for lease in ended:
+            lease.release()
         outbox, self._outbox = self._outbox, []
         for sink, content in outbox:
             if isinstance(content, Piece):
@@ -308,6 +340,11 @@ class Engine:
         """When all who wait now, and one more, should have had a place: a batch frees one each `mean / sequences_max` seconds."""
         seconds = (len(self._scheduler.waiting) + 1) * self._mean_request_seconds / self.limits.sequences_max
         return min(max(seconds, RETRY_SECONDS_MIN), RETRY_SECONDS_MAX)
+
+
+def _memory_reports(sequence: Sequence) -> tuple[MemoryReport, ...]:
+    memory, counts = sequence.lease.memory, sequence.memory
+    return () if memory is None else (memory.report(counts.tickets, counts.tickets_in_time, counts.rows_missing),)
 
 
 def _step_failed(error: Exception) -> StepFailed:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.errors import Draining, StepFailed
+from inference_worker.domain.lease import Lease
 from inference_worker.domain.request import Piece, Request
 from inference_worker.domain.sequence import Sequence
 
@@ -82,10 +83,10 @@ class EngineThread:
         self._thread.join()
         self.engine.abandon(Draining("the worker stopped before the answer was whole"))
 
-    def submit(self, request: Request) -> tuple[AnswerStream, Sequence]:
-        """Start a generation from the event loop; its stream, and what `engine.cancel` wants. Errors as in `Engine.submit`."""
+    def submit(self, request: Request, lease: Lease | None = None) -> tuple[AnswerStream, Sequence]:
+        """Start a generation from the event loop; its stream, and what `engine.cancel` wants. Lease and errors as in `Engine.submit`."""
         stream = AnswerStream(asyncio.get_running_loop())
-        return stream, self.engine.submit(request, stream)
+        return stream, self.engine.submit(request, stream, lease)
 
     def _run(self) -> None:
         while not self._stopping:

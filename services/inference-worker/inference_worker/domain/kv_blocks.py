@@ -6,26 +6,20 @@ steps of the sequence it came from cannot change it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from inference_worker.domain.prefix_cache import BLOCK_TOKENS, BlockKeys, PrefixCache
 from inference_worker.domain.sequence import Sequence
 from treadle.nn.kv import KVBlock
 from treadle.nn.model import CausalLM
 
-if TYPE_CHECKING:
-    from inference_worker.domain.engram import EngramMemory
-
 
 class KVBlocks:
     """Makes each sequence's KV, sharing beginnings that were computed before. The engine's thread only."""
 
-    def __init__(self, model: CausalLM, memory: EngramMemory | None, bytes_max: int, name: str) -> None:
+    def __init__(self, model: CausalLM, bytes_max: int, name: str) -> None:
         self._model = model
-        self._history = memory.history_widths if memory is not None else {}
         self._enabled = bytes_max > 0
         self._cache: PrefixCache[KVBlock] = PrefixCache(bytes_max)
-        self._keys = BlockKeys({"model": name, "dtype": str(model.dtype)} | (memory.identity if memory is not None else {}))
+        self._identity = {"model": name, "dtype": str(model.dtype)}
 
     @property
     def byte_count(self) -> int:
@@ -38,7 +32,8 @@ class KVBlocks:
         The last prompt token is always left to compute, for the first answer token is chosen from it; and so is a whole
         prompt whose log-probabilities are asked for.
         """
-        sequence.kv = self._model.new_kv(self._history)
+        memory = sequence.lease.memory
+        sequence.kv = self._model.new_kv(memory.history_widths if memory is not None else None)
         sequence.kv.reserve(sequence.tokens_max)  # backed by the system only as it is written, and never copied to grow
         if not self._enabled or sequence.request.sampling.prompt_logprobs:
             return
@@ -62,4 +57,7 @@ class KVBlocks:
         self._cache.touch(sequence.block_keys[:full])
 
     def _extend_keys(self, sequence: Sequence, tokens: int) -> None:
-        self._keys.extend(sequence.block_keys, sequence.request.cache_salt, sequence.tokens[:tokens])
+        # Its own memory: what one has changed must never be found by a request with another, or with none.
+        memory = sequence.lease.memory
+        keys = BlockKeys(self._identity | (memory.identity if memory is not None else {}))
+        keys.extend(sequence.block_keys, sequence.request.cache_salt, sequence.tokens[:tokens])

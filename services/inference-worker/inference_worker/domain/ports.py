@@ -1,14 +1,16 @@
-"""What the domain needs from outside: somebody to answer to, rows of an Engram memory, and somebody who counts."""
+"""What the domain needs from outside: somebody to answer to, a pool of Engram memories and their rows, and somebody who counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_worker.domain.request import Piece
+from treadle.contract.engram_model import EngramModel
+from treadle.contract.errors import TreadleError
 from treadle.contract.policy import WaitPolicy
 from treadle.contract.windows import Windows
 
@@ -64,14 +66,70 @@ class LayerRows(Protocol):
         """Seconds from submission to the last row."""
 
 
+class GroupRows(Protocol):
+    """What came for one memory at one layer; `treadle.client.engram.GroupRows` fits."""
+
+    @property
+    def group(self) -> int:
+        """Place of the memory among the step's groups."""
+
+    @property
+    def rows(self) -> LayerRows | None:
+        """Its rows, or None where they can no longer come, and `error` says why."""
+
+    @property
+    def error(self) -> TreadleError | None:
+        """What kept them from coming."""
+
+
 class StepRows(Protocol):
     """The rows of one step; `treadle.client.engram.Step` fits."""
 
-    def rows(self, layer: int, policy: WaitPolicy | None = None) -> LayerRows:
-        """Wait for the rows of a layer, as the policy says. Raises a TreadleError if they can no longer come."""
+    def group_rows(self, layer: int, policies: Sequence[WaitPolicy]) -> Sequence[GroupRows]:
+        """Wait for the rows of a layer, of all groups that have one there, as each group's policy says from now on."""
 
     def finish(self) -> None:
         """The step is over: what was not asked for is stopped."""
+
+
+class RowHandle(Protocol):
+    """One version of an Engram model whose rows can be had; `treadle.client.engram.EngramHandle` fits."""
+
+    model: EngramModel
+    version: str
+
+    @property
+    def transport(self) -> str:
+        """How its rows come."""
+
+    def close(self) -> None:
+        """Let go of the version. No step may be using it."""
+
+
+class ResidentVersion(Protocol):
+    """A version that a pool holds; `treadle.client.engram.pool_types.ResidentModel` fits."""
+
+    @property
+    def model(self) -> EngramModel: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def current(self) -> bool:
+        """True for the version of its model that those get who name none."""
+
+
+class MemoryPool(Protocol):
+    """Where memories are opened. Called from threads that may wait; raises TreadleErrors."""
+
+    @property
+    def address(self) -> str:
+        """What it is called in messages."""
+
+    def open(self, model: str, version: str) -> RowHandle:
+        """Pin a version and make its rows reachable."""
+
+    def read_fusion(self, model: str, version: str) -> bytes:
+        """The fusion weights that a version's manifest names."""
 
 
 class LayerFigures(Protocol):
@@ -98,10 +156,24 @@ class LayerFigures(Protocol):
 
 
 class Prefetcher(Protocol):
-    """Starts looking up all layers of a step at once; `treadle.client.engram.StepPrefetcher` fits."""
+    """Starts looking up all layers of all memories of a step at once; `treadle.client.engram.StepPrefetcher` fits.
 
-    def begin(self, windows: Windows) -> StepRows:
-        """Start a step; rows of the step before are not valid any more. Raises a TreadleError if it cannot."""
+    Handles are those that the pool opened: opaque here.
+    """
 
-    def figures(self) -> Mapping[int, LayerFigures]:
-        """Figures by layer. May be called while another thread runs a step."""
+    def begin_groups(self, groups: Sequence[tuple[Any, Windows]], token_count: int) -> StepRows:
+        """Start a step of `token_count` tokens, with (handle, its tokens) of each memory; rows of the step before are not valid
+        any more."""
+
+    def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
+        """Figures of a memory by layer. May be called while another thread runs a step."""
+
+
+class OpeningObserver(Protocol):
+    """Counts the openings of memories, and choices that cannot be had. Called from the threads that open, and from those that ask."""
+
+    def opened(self, outcome: str, seconds: float) -> None:
+        """An opening is over: ok, refused (it does not fit the language model) or failed."""
+
+    def choice_refused(self, reason: str) -> None:
+        """A request chose in vain: unknown, misfit (made for another language model), full, no_pool, wrong (no such version)."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One Engram ticket: a layer of a step.
+    """One Engram ticket: a layer of one memory of a step.
 
     transport:      how its rows travel
     rows:           rows that came
@@ -41,7 +41,7 @@ class StepReport:
     cached_tokens:     prompt tokens that the prefix cache saved the requests that began in this step
     cached_requests:   requests that began in this step and found something in it
     requests:          requests that took part
-    layers:            one for each Engram layer
+    layers:            one for each Engram layer of each memory
     """
 
     seconds: float

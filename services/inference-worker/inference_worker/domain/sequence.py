@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from inference_worker.domain.lease import Lease
 from inference_worker.domain.ports import Sink
 from inference_worker.domain.request import Request, TokenLogprob, Usage
 from inference_worker.domain.text import TextStream
@@ -32,6 +33,7 @@ class Sequence:
     tokens_max: most tokens it may have; KV for all of them is reserved
     computed:   tokens whose KV is there; tokens[computed:] are still to run
     kv:         keys, values and what the fusion keeps; there while the sequence has its place
+    lease:      on the memory that it uses, or on none; released once it is over
     generator:  of this request alone; None: greedy
     block_keys: prefix-cache keys of the full blocks of `tokens` known so far
     published:  blocks of it that are in the prefix cache already
@@ -46,6 +48,7 @@ class Sequence:
     computed: int = 0
     cached: int = 0
     kv: SequenceKV | None = None
+    lease: Lease = field(default_factory=Lease)
     generator: torch.Generator | None = None
     block_keys: list[bytes] = field(default_factory=list)
     published: int = 0

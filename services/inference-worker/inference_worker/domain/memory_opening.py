@@ -1,0 +1,76 @@
+"""From a version in the pool to a memory that steps can use: does it fit, its handle, its fusion weights.
+
+Owns the checks and the order of opening. Does not own when, how many or for whom (`catalogue`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
+from inference_worker.domain.fusion_mode import FusionMode
+from inference_worker.domain.ports import MemoryPool, RowHandle
+from treadle.contract.engram_model import EngramModel
+from treadle.nn.config import ModelConfig
+from treadle.nn.fusion import EngramFusion
+from treadle.nn.token_map import compressed_token_map, token_map_digest
+
+
+@dataclass(frozen=True, slots=True)
+class FusionFile:
+    """Fusion weights in a file, for the memory `model` instead of those that the pool keeps."""
+
+    model: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Opens memories for one language model. Any thread.
+
+    tokenizer_json:  of the language model; its token map is made when the first memory asks, which takes half a second
+    mode:            whether rows are added to the hidden state
+    """
+
+    config: ModelConfig
+    tokenizer_json: Path
+    mode: FusionMode = FusionMode.AUTO
+    weights: FusionFile | None = None
+
+    @cached_property
+    def token_map(self) -> str:
+        """Digest of the language model's own token map."""
+        return token_map_digest(compressed_token_map(self.tokenizer_json)[0])
+
+    def check(self, model: EngramModel) -> None:
+        """Raise FingerprintMismatch, naming the field, for an Engram model that was not made for this language model."""
+        check_fits(model, self.config, lambda: self.token_map)
+
+    def is_fused(self, model: EngramModel) -> bool:
+        """Whether the rows of this model will be added to the hidden state."""
+        return is_fused(model, self.mode)
+
+    def open(self, pool: MemoryPool, model: EngramModel, version: str) -> EngramMemory:
+        """Open a version of the pool. Raises what `check`, the pool or the weights raise; nothing stays open then."""
+        self.check(model)
+        handle = pool.open(model.name, version)
+        try:
+            return self.memory_of(pool, handle)
+        except BaseException:
+            handle.close()
+            raise
+
+    def memory_of(self, pool: MemoryPool, handle: RowHandle) -> EngramMemory:
+        """The memory of a handle that is open already; it stays open whatever this raises."""
+        self.check(handle.model)
+        fusion = self._fusion(pool, handle.model, handle.version)
+        fusion.pack(keep=False)  # here, so that the first step with it does not wait
+        return EngramMemory(handle, fusion, fused=self.is_fused(handle.model))
+
+    def _fusion(self, pool: MemoryPool, model: EngramModel, version: str) -> EngramFusion:
+        if self.weights is not None and self.weights.model == model.name:
+            return fusion_of(model, self.config.hidden, self.weights.path)
+        named = model.fusion is not None and model.fusion.weights is not None
+        return fusion_of(model, self.config.hidden, pool.read_fusion(model.name, version) if named else None)
