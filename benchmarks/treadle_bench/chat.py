@@ -69,7 +69,11 @@ def measure(*, quick: bool, pool_address: str, model_dir: Path | None) -> tuple[
             rows += _measure_batch(engines, batch, ROUNDS_QUICK if quick else ROUNDS, tallies)
         if not quick:
             _until_enough_tickets(engines[MAPPED], tallies)
-        figures = {name: engine.memory.figures() for name, engine in engines.items() if engine.memory is not None}
+        figures = {
+            name: engine.prefetcher.figures(engine.memory.handle)
+            for name, engine in engines.items()
+            if engine.memory is not None and engine.prefetcher is not None
+        }
     memory = [
         {
             "transport": name, "layer": layer, "gather_us_p50": each.gather_seconds_p50 * 1e6, "gather_us_p99": each.gather_seconds_p99 * 1e6,
@@ -177,6 +181,7 @@ def _engines(folder: Path, address: str) -> Iterator[dict[str, Engine]]:
         for transport in (LOCAL, MAPPED, RPC):
             handle = stack.enter_context(pool.open(template.name, transport=transport))
             fusion = fusion_of(handle.model, model.config.hidden, None)
-            memory = EngramMemory(handle.model, handle.version, transport, fusion, StepPrefetcher(handle), fused=False)
-            engines[transport] = Engine(model, vocabulary, limits, memory)
+            engines[transport] = Engine(
+                model, vocabulary, limits, EngramMemory(handle, fusion, fused=False), prefetcher=StepPrefetcher()
+            )
         yield engines

@@ -11,7 +11,7 @@ from treadle.contract.errors import NotFound
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure this machine: gather, hash, load, chat; and memories: grow. Figures come with their baseline and machine.",
+    help="Measure this machine: gather, hash, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
 )
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: an impression, not a figure to quote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -119,11 +119,31 @@ def grow(
     _exit(strict, [goal.met for goal in goals])
 
 
+@app.command()
+def memories(
+    quick: Quick = False,
+    json: Json = False,
+    strict: Strict = False,
+    transport: Annotated[str, typer.Option(help="How rows come: mapped, local or rpc.")] = "mapped",
+    model_dir: Annotated[Path | None, typer.Option(help="Folder of the language model; default: smollm2-135m, fetched.")] = None,
+) -> None:
+    """One batch whose 16 requests use 16 memories, against one in which all use the same; and what adding a memory costs."""
+    from treadle.chassis.threads import set_compute_threads
+
+    set_compute_threads(1)
+    from treadle_bench.memories import measure
+    from treadle_bench.report import show
+
+    rows, goals = measure(quick=quick, transport=transport, model_dir=model_dir)
+    show(rows, goals, as_json=json, title="memories", quick=quick)
+    _exit(strict, [goal.met for goal in goals])
+
+
 @app.command("all")
 def all_(quick: Quick = False, strict: Strict = False) -> None:
-    """Every figure of this machine, one after the other (about 15 minutes); `grow` takes hours and is not among them."""
+    """Every figure of this machine, one after the other (about 20 minutes); `grow` takes hours and is not among them."""
     missed = False
-    for command in (hash_, ticket, gather, load, chat):
+    for command in (hash_, ticket, gather, load, chat, memories):
         try:
             command(quick=quick, strict=strict)
         except typer.Exit:

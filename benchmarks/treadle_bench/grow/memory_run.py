@@ -16,6 +16,7 @@ from engram_pool.growing.evaluation import in_precision, randomised, shuffled
 from engram_pool.growing.grower import Grower, spread_of
 from engram_pool.growing.memory import Memory
 from engram_pool.growing.recipe import Recipe
+from treadle.contract.engram_model import PRECISIONS
 from treadle.contract.errors import FingerprintMismatch
 from treadle.nn.frozen import FrozenLM
 from treadle.nn.token_map import compressed_token_map
@@ -63,7 +64,9 @@ def measure_memory(run: Run, material: Material, model: FrozenLM, folder: Path, 
     recipe = recipe_of(run)
     spread = spread_of(model, material.corpus.train, recipe.layers)
     memory = Memory.begin(run.domain, recipe, token_map, compressed, PAD_ID, model.config.hidden, spread)
-    size = measuring.file_bytes(memory.template, model.config.hidden, len(token_map))
+    sizes = {
+        precision: measuring.file_bytes(memory.template, model.config.hidden, len(token_map), precision) for precision in PRECISIONS
+    }
     marks = marks_of(run)
     for snapshot in snapshots(Grower(model, memory, material.corpus, recipe), store.training(run.key), marks):
         grown = _grown(memory, snapshot, material)
@@ -78,7 +81,7 @@ def measure_memory(run: Run, material: Material, model: FrozenLM, folder: Path, 
             store.put(
                 measuring.record(
                     run, snapshot.mark, state, sets, material, tokens_seen=snapshot.tokens, cpu_seconds=snapshot.cpu_seconds,
-                    file_bytes=size, notes={"recipe": recipe.to_json(), "planned_tokens": run.tokens},
+                    file_bytes=sizes.get(state, sizes[measuring.SHIPPED_PRECISION]), notes={"recipe": recipe.to_json(), "planned_tokens": run.tokens},
                 )
             )  # fmt: skip
 
