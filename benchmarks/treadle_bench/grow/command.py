@@ -16,7 +16,7 @@ from rich.console import Console
 from treadle.contract.errors import NotFound
 from treadle.nn import model_fetch
 from treadle_bench.grow import shipped, tables
-from treadle_bench.grow.driver import Place, drive
+from treadle_bench.grow.driver import Place, drive, is_met
 from treadle_bench.grow.figures import Figures, goals_of, rows_of
 from treadle_bench.grow.other_texts import texts_folder
 from treadle_bench.grow.runs import Run, needs, ordered_runs
@@ -48,7 +48,9 @@ def run_and_show(options: GrowOptions, *, run: bool) -> list[Goal]:
     if run:
         place = Place(work, texts_folder(options.texts), _model(options))
         budget = options.budget_minutes * 60 or None
-        left = drive(chosen_runs(options), place, jobs=options.jobs, budget_seconds=budget, quick=options.quick, say=_say)
+        left = drive(
+            chosen_runs(options, Store(work)), place, jobs=options.jobs, budget_seconds=budget, quick=options.quick, say=_say
+        )
         if left:
             _say(f"not done: {', '.join(each.key for each in left)}; the same command goes on with them")
     figures = Figures(Store(work))
@@ -76,15 +78,15 @@ def evaluate_shipped(options: GrowOptions) -> list[Goal]:
     return [] if options.quick else goals
 
 
-def chosen_runs(options: GrowOptions) -> list[Run]:
-    """Runs in their order; with `only`, those whose key begins so, and what they need."""
+def chosen_runs(options: GrowOptions, store: Store) -> list[Run]:
+    """Runs in their order; with `only`, those whose key begins so, and what they need and is not there."""
     runs = ordered_runs(quick=options.quick, stop_at=options.stop_at)
     if not options.only:
         return runs
     wanted = {run for run in runs if run.key.startswith(options.only)}
     if not wanted:
         raise NotFound(f"--only {' '.join(options.only)}: no run begins so; there are {', '.join(run.key for run in runs)}")
-    wanted |= _needed(wanted)
+    wanted |= {need for need in _needed(wanted) if not is_met(need, store)}
     return [run for run in runs if run in wanted]
 
 

@@ -39,6 +39,11 @@ def is_done(run: Run, store: Store) -> bool:
     return all(store.has(run.domain, run.kind, run.seed, mark, ON) for mark in marks) and not _unfinished(run, store)
 
 
+def is_met(need: Run, store: Store) -> bool:
+    """True if a run has what others need of it: its last mark, as it is."""
+    return store.has(need.domain, need.kind, need.seed, 0 if need.kind is Kind.FROZEN else marks_of(need)[-1], ON)
+
+
 def drive(
     runs: Sequence[Run], place: Place, *, jobs: int = 1, budget_seconds: float | None = None, quick: bool = False, say: Say = print
 ) -> list[Run]:
@@ -86,7 +91,7 @@ def _unfinished(run: Run, store: Store) -> bool:
 def _next_ready(left: Sequence[Run], failed: Sequence[Run], store: Store) -> Run | None:
     """The first run whose needs are met; one whose need failed never is."""
     for run in left:
-        if all(is_done(need, store) for need in needs(run)) and not set(needs(run)) & set(failed):
+        if all(is_met(need, store) for need in needs(run)) and not set(needs(run)) & set(failed):
             return run
     return None
 
