@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,19 @@ import httpx
 import openai
 import pytest
 
-from .conftest import RunningFabric, run_treadle
+from .conftest import RunningFabric, run_treadle, until
 
 QUESTION: list[Any] = [{"role": "user", "content": "Write two sentences about weaving."}]
-BACK_SECONDS_MAX = 30
+KJV = {"treadle": {"engram": "kjv"}}
 
 
-def stream(fabric: RunningFabric, on_first: Any = None, **options: Any) -> tuple[str, list[Any]]:
-    """The streamed text, and all chunks; `on_first` is called once text has come."""
+def stream(fabric: RunningFabric, on_first: Any = None, **treadle: Any) -> tuple[str, list[Any]]:
+    """The streamed text of an answer with the memory, and all chunks; `on_first` is called once text has come."""
     text, chunks = "", []
-    model = fabric.client().models.list().data[0].id
     answers = fabric.client().chat.completions.create(
-        model=model, messages=QUESTION, stream=True, temperature=0, max_tokens=40, stream_options={"include_usage": True}, **options
-    )
+        model=fabric.model, messages=QUESTION, stream=True, temperature=0, max_tokens=40, stream_options={"include_usage": True},
+        extra_body={"treadle": KJV["treadle"] | treadle},
+    )  # fmt: skip
     for chunk in answers:
         chunks.append(chunk)
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
@@ -39,13 +38,6 @@ def ask_until_refused(fabric: RunningFabric) -> None:
         stream(fabric)
 
 
-def until(condition: Any, seconds: float = BACK_SECONDS_MAX) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.1)
-
-
 def test_a_stock_client_gets_a_streamed_answer_with_the_memory_reported(fabric: RunningFabric) -> None:
     text, chunks = stream(fabric)
     assert len(text) > 20
@@ -53,21 +45,21 @@ def test_a_stock_client_gets_a_streamed_answer_with_the_memory_reported(fabric: 
     report = next(chunk.treadle for chunk in chunks if getattr(chunk, "treadle", None))
     assert report["degraded"] is False
     memory = report["memory"][0]
-    assert (memory["kind"], memory["name"], memory["transport"], memory["shadowed"]) == ("engram", "smollm2-demo", "mapped", False)
+    assert (memory["kind"], memory["name"], memory["transport"], memory["shadowed"]) == ("engram", "kjv", "mapped", False)
     assert memory["rows_missing"] == 0
     assert memory["tickets"] >= 2 * chunks[-1].usage.completion_tokens - 2  # two layers a step
 
 
 def test_the_plain_answer_equals_the_streamed_one(fabric: RunningFabric) -> None:
-    model = fabric.client().models.list().data[0].id
-    whole = fabric.client().chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=40)
+    whole = fabric.client().chat.completions.create(
+        model=fabric.model, messages=QUESTION, temperature=0, max_tokens=40, extra_body=KJV
+    )
     assert whole.choices[0].message.content == stream(fabric)[0]
 
 
 def test_the_model_knows_the_capital_of_france(fabric: RunningFabric) -> None:
-    model = fabric.client().models.list().data[0].id
     answer = fabric.client().chat.completions.create(
-        model=model,
+        model=fabric.model,
         messages=[{"role": "user", "content": "What is the capital of France?"}],
         temperature=0,
         max_tokens=20,
@@ -80,7 +72,7 @@ def test_the_model_knows_the_capital_of_france(fabric: RunningFabric) -> None:
 
 
 def test_a_dead_pool_changes_no_token_of_a_chat_and_is_back_within_seconds(fabric: RunningFabric) -> None:
-    expected, _ = stream(fabric, extra_body={"treadle": {"policy": {"wait_seconds_max": 5, "late": "fail"}}})
+    expected, _ = stream(fabric, policy={"wait_seconds_max": 5, "late": "fail"})
     before = fabric.service("engram-pool")
     text, chunks = stream(fabric, lambda: os.kill(before["pid"], signal.SIGKILL))
     assert text == expected
@@ -103,10 +95,9 @@ def test_a_dead_worker_is_started_again_behind_the_same_gateway(fabric: RunningF
 
 
 def test_a_client_that_leaves_frees_its_place(fabric: RunningFabric) -> None:
-    model = fabric.client().models.list().data[0].id
     before = fabric.service("inference-worker")["figures"]["completion_tokens"]
     answers: Any = fabric.client().chat.completions.create(
-        model=model, messages=QUESTION, stream=True, max_tokens=1500, temperature=0, extra_body={"ignore_eos": True}
+        model=fabric.model, messages=QUESTION, stream=True, max_tokens=1500, temperature=0, extra_body={"ignore_eos": True}
     )  # a minute's work if nobody stops it
     next(iter(answers))
     answers.response.close()
@@ -121,10 +112,10 @@ def test_a_second_fabric_in_the_same_home_is_refused(fabric: RunningFabric) -> N
 
 
 def test_status_logs_and_pool_commands_work_on_a_running_fabric(fabric: RunningFabric) -> None:
-    assert "smollm2-demo" in fabric.run("pool", "ls").stdout  # finds the pool of this home's fabric by itself
-    assert fabric.run("pool", "verify", "smollm2-demo", "--pool", fabric.service("engram-pool")["address"]).returncode == 0
+    assert "kjv" in fabric.run("pool", "ls").stdout  # finds the pool of this home's fabric by itself
+    assert fabric.run("pool", "verify", "kjv", "--pool", fabric.service("engram-pool")["address"]).returncode == 0
     assert fabric.run("logs", "engram-pool").returncode == 0
-    one_shot = fabric.run("chat", "--url", fabric.url, "What is the capital of France?")
+    one_shot = fabric.run("chat", "--url", fabric.url, "--temperature", "0", "--max-tokens", "20", "What is the capital of France?")
     assert "Paris" in one_shot.stdout
 
 

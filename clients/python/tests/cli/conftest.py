@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -14,14 +16,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.segments import segment_dir
+from treadle.contract import EngramModel, Fusion, Table
+from treadle.contract.engram_model import row_layout
+from treadle.contract.families import deepseek_v41_model
+from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 
 HERE = Path(__file__).parent
 SERVICES = {"engram_pool": "engram-pool", "inference_worker": "inference-worker", "inference_gateway": "inference-gateway"}
 DEADLINE_SECONDS = 20.0
+WORDS = ("in", "the", "beginning", "was", "word", "and", "it", "[UNK]")
+CONFIG = {"num_hidden_layers": 30, "hidden_size": 576}
 
 
 def poll(condition: Callable[[], Any], what: str) -> Any:
@@ -105,12 +115,59 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         (packages / module).write_text((HERE / module).read_text())
     add_plugins(packages, {"model": "fake_fabric:model_app", "pool": "fake_fabric:pool_app", "bench": "fake_fabric:bench_app"})
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(_tokenizer()))
+    write_grown(packages / "engram_pool" / "shipped" / "kjv", "kjv")
+    with lzma.open(packages / "engram_pool" / "shipped" / "kjv-held-out.txt.xz", "wt") as file:
+        file.write(" ".join(WORDS[:-1]) * 400)
     command = Cli(tmp_path, packages)
     yield command
     if command.state() is not None:
         command("down")
     assert not command.segments.exists(), "a test left segments behind"
+
+
+@pytest.fixture(scope="session")
+def grow() -> Callable[..., EngramModel]:
+    """Writes grown folders."""
+    return write_grown
+
+
+def write_grown(folder: Path, name: str, *, hidden: int = 576, seed: int = 0) -> EngramModel:
+    """A grown folder as small as can be: two layers, int4 rows of 32 values."""
+    token_map, chance = np.arange(len(WORDS), dtype=np.int32), np.random.default_rng(seed)
+    template = deepseek_v41_model(
+        name, token_map=hashlib.sha256(token_map.tobytes()).hexdigest(), pad_id=0, compressed_vocab_size=len(WORDS), layers=(1, 14),
+        prime_base=101, orders=(2, 3), heads=2, row=row_layout("int4", 32), fusion=Fusion("v4.1", hashlib.sha256(b"weights").hexdigest()),
+    )  # fmt: skip
+    rows = {
+        layer: chance.integers(0, 256, (sum(map(sum, template.primes[at])), template.row.bytes), dtype=np.uint8)
+        for at, layer in enumerate(template.layers)
+    }
+    model = template.with_tables({layer: Table(len(table), version_of(table)) for layer, table in rows.items()})
+    folder.mkdir(parents=True)
+    save_file({f"{layer}.rows": table for layer, table in rows.items()} | {"token_map": token_map}, folder / "rows.safetensors")
+    (folder / "fusion.safetensors").write_bytes(b"weights")
+    (folder / "manifest.json").write_bytes(model.to_json())
+    card = {"name": name, "version": model.version, "model": {"name": "fake-135m", "layers": 30, "hidden": hidden}}
+    (folder / "card.json").write_text(json.dumps(card))
+    return model
+
+
+def version_of(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
+    """As a pool computes it."""
+    data = rows.tobytes()
+    digests = [hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES)]
+    return table_version(len(rows), rows.shape[1], digests)
+
+
+def _tokenizer() -> dict[str, Any]:
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }  # fmt: skip
 
 
 def add_plugins(packages: Path, entries: dict[str, str]) -> None:

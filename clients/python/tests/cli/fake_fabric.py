@@ -1,7 +1,8 @@
 """Stand-ins for the three services and for the commands of other packages: real processes and ports, canned answers.
 
 Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
-(never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says, `FAKE_TICKETS` what the worker counts.
+(never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says,
+`FAKE_MEMORIES` what it offers (names by comma); `FAKE_NATS`, `FAKE_MISSING` and `FAKE_WEIGHTS`: see fake_grpc.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from treadle.contract.errors import TreadleError
+
 MODEL = "fake-135m"
-MEMORIES = {"kjv": "1b" * 32, "code": "c0de" * 16}
+VERSIONS = {"kjv": "1b" * 32, "code": "c0de" * 16}  # of memories that no pool knows
 model_app, pool_app, bench_app = typer.Typer(), typer.Typer(), typer.Typer()
 
 
@@ -34,12 +39,12 @@ def main(service: str) -> int:
     if toggle == "die":
         sys.exit("no such port: 42")
     if service == "inference-gateway":
-        listen = _serve_gateway(arguments)
+        listen, metrics = _serve_gateway(arguments), ""
     else:
         fake_grpc = importlib.import_module("fake_grpc")  # only here: gRPC takes longer to import than all the rest
-        listen = fake_grpc.serve_pool(arguments) if service == "engram-pool" else fake_grpc.serve_worker(arguments)
+        serve = fake_grpc.serve_pool if service == "engram-pool" else fake_grpc.serve_worker
+        listen, metrics = serve(arguments)
     if toggle != "mute":
-        metrics = arguments.get("--metrics-listen", "").replace(":0", ":1")
         ready = {"ready": True, "service": service, "listen": listen, "metrics": metrics, "pid": os.getpid(), "version": "9.9"}
         print(json.dumps(ready), flush=True)
     while not stopped.wait(0.5 if toggle == "dies once it was ready" else 3600):
@@ -57,6 +62,7 @@ class _Server(ThreadingHTTPServer):
 
 def _serve_gateway(arguments: dict[str, str]) -> str:
     host, _, port = arguments["--listen"].rpartition(":")
+    Gateway.worker = arguments.get("--worker", "")
     server = _Server((host.strip("[]"), int(port)), Gateway)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"{host}:{server.server_port}"
@@ -67,6 +73,8 @@ class Gateway(BaseHTTPRequestHandler):
 
     seen: list[dict[str, Any]] = []  # noqa: RUF012 - one list for all, on purpose
     keys: tuple[str, ...] = ()
+    worker = ""
+    versions = VERSIONS
 
     def do_GET(self) -> None:
         """Answer /ready and /v1/models."""
@@ -78,10 +86,12 @@ class Gateway(BaseHTTPRequestHandler):
         self.seen.append(body)
         if self.keys and self.headers["Authorization"] not in [f"Bearer {key}" for key in self.keys]:
             return self._reply(401, {"error": {"message": "no such key", "code": "invalid_api_key"}})
-        if body["model"] not in [name["id"] for name in _served_names()]:
+        if body["model"] not in [f"{MODEL}+none", *(name["id"] for name in _served_names())]:
             return self._reply(404, {"error": {"message": f"the model {body['model']!r} is not served here"}})
+        if self.path == "/v1/completions":
+            return self._complete(body)
         engram = body.get("treadle", {}).get("engram")
-        if engram not in (None, "none", "default", *MEMORIES):
+        if engram not in (None, "none", "default", *_memories()):
             return self._reply(400, {"error": {"message": f"there is no memory {engram!r} here", "code": "engram_not_found"}})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -96,6 +106,16 @@ class Gateway(BaseHTTPRequestHandler):
         self._chunk([], usage={"prompt_tokens": 3, "completion_tokens": len(words), "total_tokens": 3 + len(words)})
         self.wfile.write(b"data: [DONE]\n\n")
         return None
+
+    def _complete(self, body: dict[str, Any]) -> None:
+        """A whole completion; under an alias with that memory's report."""
+        text = os.environ.get("FAKE_ANSWER", f"{body['prompt']} indeed")
+        engram = body["model"].partition("+")[2]
+        self._reply(200, {
+            "id": "1", "object": "text_completion", "created": int(time.time()), "model": body["model"],
+            "choices": [{"index": 0, "text": text, "finish_reason": "length", "logprobs": None}],
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}, "treadle": {"degraded": False} | _used(engram),
+        })  # fmt: skip
 
     def _chunk(self, choices: list[Any], **more: Any) -> None:
         chunk = {"id": "1", "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL, "choices": choices}
@@ -113,16 +133,33 @@ class Gateway(BaseHTTPRequestHandler):
         """Nothing: the tests look at what comes back."""
 
 
+def _memories() -> dict[str, str]:
+    """What is offered, with versions, as the worker says; where there is none, as VERSIONS does."""
+    offered = os.environ.get("FAKE_MEMORIES", ",".join(VERSIONS)).split(",")
+    if Gateway.worker:
+        from treadle.client import Fabric
+
+        with suppress(TreadleError), Fabric(worker=Gateway.worker) as fabric:  # it may be away: what was known stays
+            Gateway.versions = {memory.model: memory.version for memory in fabric.worker.status().engram_models}
+    return {name: Gateway.versions[name] for name in offered if name in Gateway.versions}
+
+
 def _served_names() -> list[dict[str, Any]]:
     aliases = [
         {"id": f"{MODEL}+{name}", "treadle": {"engram": name, "version": version, "default": False, "open": name == "kjv"}}
-        for name, version in MEMORIES.items()
+        for name, version in _memories().items()
     ]
     return [{"id": MODEL, "treadle": {"engram": None, "version": None, "default": True, "open": False}}, *aliases]
 
 
 def _used(engram: str | None) -> dict[str, Any]:
-    return {"memory": [{"kind": "engram", "name": engram, "version": MEMORIES[engram]}]} if engram in MEMORIES else {}
+    if engram not in (memories := _memories()):
+        return {}
+    report = {
+        "kind": "engram", "name": engram, "version": memories[engram], "transport": "mapped", "tickets": 2, "tickets_in_time": 2,
+        "rows_missing": 0, "shadowed": False,
+    }  # fmt: skip
+    return {"memory": [report]}
 
 
 @model_app.callback()
@@ -145,15 +182,31 @@ def _pool() -> None:
 
 @pool_app.command()
 def load(
-    name: str,
+    name: str = typer.Argument(""),
+    grown: str = "",
     random: bool = False,
     profile: str = "",
     tokenizer: str = "",
     pool: str = "",
     as_json: bool = typer.Option(False, "--json"),
 ) -> None:
-    """Say that it is loaded."""
+    """Tell the fake pool; random rows are only talked about."""
+    from treadle.client import Fabric
+
+    if grown:
+        with Fabric(engram=pool) as fabric:
+            name = fabric.engram.load_grown(Path(grown)).model.name
     print(json.dumps({"model": name, "pool": pool}))
+
+
+@pool_app.command("rm")
+def remove(name: str, pool: str = "", as_json: bool = typer.Option(False, "--json")) -> None:
+    """Tell the fake pool."""
+    from treadle.client import Fabric
+
+    with Fabric(engram=pool) as fabric:
+        fabric.engram.remove(name)
+    print(json.dumps({"model": name}))
 
 
 @bench_app.callback()

@@ -1,46 +1,125 @@
-"""The fake pool and worker: gRPC servers that know their status and nothing else."""
+"""The fake pool and worker: gRPC servers that keep names and versions of what is loaded, and make answers up."""
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+from prometheus_client import CollectorRegistry, Counter, start_http_server
 
-from treadle.contract import PROTO_VERSION
+from treadle.client import Fabric
+from treadle.contract import PROTO_VERSION, EngramModel
 from treadle.engram.v1 import engram_pool_pb2, engram_pool_pb2_grpc
 from treadle.inference.v1 import worker_pb2, worker_pb2_grpc
 
 MODEL = "fake-135m"
+NATS_A_TOKEN = 3.0  # without a memory
+WEIGHTS = b"weights"  # of every grown folder that the tests write
 SERVERS: list[grpc.Server] = []  # a gRPC server that nobody refers to is stopped
 
 
 class _Pool(engram_pool_pb2_grpc.EngramPoolServiceServicer):
+    def __init__(self, kept: Path) -> None:
+        self._kept = kept  # as a real pool's segments do, it outlives the process
+        self._registry = CollectorRegistry()
+        self._sent = Counter("treadle_engram_fusion_bytes", "Fusion weights", registry=self._registry)
+        self._read: set[str] = set()  # models whose weights somebody has: counted as read
+
+    def serve_metrics(self, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        server, _ = start_http_server(int(port), host, self._registry)
+        return f"{host}:{server.server_port}"
+
     def Status(self, request: Any, context: Any) -> engram_pool_pb2.StatusResponse:  # noqa: N802 - gRPC's name
         return engram_pool_pb2.StatusResponse(
             build_version="9.9", proto_version=PROTO_VERSION, table_bytes=204 << 20, page_bytes=4096
         )
 
+    def LoadTable(self, request: Any, context: Any) -> Iterator[engram_pool_pb2.LoadTableResponse]:  # noqa: N802
+        manifest = (Path(request.grown.path) / "manifest.json").read_bytes() if request.grown.path else request.manifest_json
+        name = EngramModel.from_json(manifest).name
+        self._kept.joinpath(f"{name}.json").write_bytes(manifest)
+        yield engram_pool_pb2.LoadTableResponse(loaded=self._resident(manifest))
+
     def ListModels(self, request: Any, context: Any) -> engram_pool_pb2.ListModelsResponse:  # noqa: N802
-        return engram_pool_pb2.ListModelsResponse()
+        manifests = [path.read_bytes() for path in sorted(self._kept.glob("*.json"))]
+        return engram_pool_pb2.ListModelsResponse(models=map(self._resident, manifests))
+
+    def OpenModel(self, request: Any, context: Any) -> engram_pool_pb2.OpenModelResponse:  # noqa: N802
+        manifest = self._kept.joinpath(f"{request.ref.model}.json").read_bytes()
+        return engram_pool_pb2.OpenModelResponse(model=self._resident(manifest))
+
+    def ReadFusion(self, request: Any, context: Any) -> Iterator[engram_pool_pb2.ReadFusionResponse]:  # noqa: N802
+        self._read.add(request.ref.model)
+        self._sent.inc(int(os.environ.get("FAKE_WEIGHTS", len(WEIGHTS))))
+        yield engram_pool_pb2.ReadFusionResponse(data=WEIGHTS, bytes_total=len(WEIGHTS))
+
+    def RemoveModel(self, request: Any, context: Any) -> engram_pool_pb2.RemoveModelResponse:  # noqa: N802
+        self._kept.joinpath(f"{request.ref.model}.json").unlink()
+        return engram_pool_pb2.RemoveModelResponse(removed=[request.ref])
+
+    def _resident(self, manifest: bytes) -> engram_pool_pb2.Model:
+        model = EngramModel.from_json(manifest)
+        ref = engram_pool_pb2.ModelRef(model=model.name, version=model.version)
+        readers = int(model.name in self._read)
+        return engram_pool_pb2.Model(ref=ref, manifest_json=manifest, current=True, segment_bytes=12 << 20, readers=readers)
 
 
 class _Worker(worker_pb2_grpc.WorkerServiceServicer):
+    def __init__(self, pool: str, model_dir: str) -> None:
+        self._pool, self._model_dir = pool, model_dir
+        self._tokens: dict[str, int] = {}
+
     def Status(self, request: Any, context: Any) -> worker_pb2.StatusResponse:  # noqa: N802
-        tickets = int(os.environ.get("FAKE_TICKETS", "40"))
         layers = [
-            worker_pb2.EngramLayerStatus(
-                layer=layer, tickets=tickets, tickets_in_time=tickets, gather_seconds_p50=6e-5, row_bytes=1 << 20
-            )
+            worker_pb2.EngramLayerStatus(layer=layer, tickets=40, tickets_in_time=40, gather_seconds_p50=6e-5, row_bytes=1 << 20)
             for layer in (2, 15)
         ]
+        memories = [
+            worker_pb2.EngramModelStatus(
+                model=name, version=version, open=name in self._tokens, tokens=self._tokens.get(name, 0), transport="mapped", fused=True,
+                refusal="" if name in _offered() else "token_map differs",
+            )
+            for name, version in self._versions().items()
+        ]  # fmt: skip
         return worker_pb2.StatusResponse(
-            build_version="9.9", proto_version=PROTO_VERSION, model=MODEL, steps=40, step_seconds=2.0, completion_tokens=38,
-            engram_model="smollm2-demo", engram_transport="mapped", engram_layers=layers,
+            build_version="9.9", proto_version=PROTO_VERSION, model=MODEL, model_dir=self._model_dir, steps=40, step_seconds=2.0,
+            completion_tokens=38, engram_model="smollm2-demo", engram_transport="mapped", engram_layers=layers, engram_models=memories,
         )  # fmt: skip
+
+    def Generate(self, request: Any, context: Any) -> Iterator[worker_pb2.GenerateResponse]:  # noqa: N802
+        """Log-probabilities of the prompt; FAKE_NATS (a JSON object, by memory) says how much better or worse than without."""
+        name, tokens = request.engram.model, request.prompt_token_ids
+        nats = NATS_A_TOKEN + json.loads(os.environ.get("FAKE_NATS", "{}")).get(name, -0.2 if name == "kjv" else 0.0)
+        if name and name not in self._tokens:
+            with Fabric(engram=self._pool) as fabric:
+                fabric.engram.read_fusion(name)
+        self._tokens[name] = self._tokens.get(name, 0) + len(tokens)
+        predicted = [worker_pb2.TokenLogprob(token_id=token, logprob=-nats) for token in tokens[1:]]
+        yield worker_pb2.GenerateResponse(prompt_logprobs=predicted[:7])
+        report = worker_pb2.MemoryReport(
+            kind="engram", name=name, version=self._versions().get(name, ""), transport="mapped", tickets=4, tickets_in_time=4,
+            rows_missing=int(os.environ.get("FAKE_MISSING", "0")),
+        )  # fmt: skip
+        yield worker_pb2.GenerateResponse(
+            prompt_logprobs=predicted[7:], finish_reason=worker_pb2.FINISH_REASON_LENGTH, memory=[report] if name else []
+        )
+
+    def _versions(self) -> dict[str, str]:
+        if not self._pool:
+            return {}
+        with Fabric(engram=self._pool) as fabric:
+            return {model.model.name: model.version for model in fabric.engram.list_models()}
+
+
+def _offered() -> list[str]:
+    return os.environ.get("FAKE_MEMORIES", "kjv,code").split(",")
 
 
 def _grpc_server(listen: str) -> tuple[grpc.Server, str]:
@@ -50,20 +129,23 @@ def _grpc_server(listen: str) -> tuple[grpc.Server, str]:
     return server, f"{host}:{server.add_insecure_port(listen)}"
 
 
-def serve_pool(arguments: dict[str, str]) -> str:
+def serve_pool(arguments: dict[str, str]) -> tuple[str, str]:
+    """Where it listens, for calls and for its metrics."""
     folder = Path(arguments["--segment-dir"])
     folder.mkdir(mode=0o750, exist_ok=True)
     lock = os.open(folder / "pool.lock", os.O_RDWR | os.O_CREAT, 0o640)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     (folder / "segment").write_bytes(b"x" * 4096)
     server, address = _grpc_server(arguments["--listen"])
-    engram_pool_pb2_grpc.add_EngramPoolServiceServicer_to_server(_Pool(), server)  # type: ignore[abstract]
+    pool = _Pool(folder)  # type: ignore[abstract]
+    engram_pool_pb2_grpc.add_EngramPoolServiceServicer_to_server(pool, server)
     server.start()
-    return address
+    return address, pool.serve_metrics(arguments["--metrics-listen"])
 
 
-def serve_worker(arguments: dict[str, str]) -> str:
+def serve_worker(arguments: dict[str, str]) -> tuple[str, str]:
+    """Where it listens for calls, and where its metrics would be."""
     server, address = _grpc_server(arguments["--listen"])
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(), server)  # type: ignore[abstract]
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(arguments.get("--engram-pool", ""), arguments["--model"]), server)
     server.start()
-    return address
+    return address, arguments["--metrics-listen"].replace(":0", ":1")

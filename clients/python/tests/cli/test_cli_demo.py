@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
-from treadle.cli.demo_report import bench_goals, bench_table, engram_figures, engram_table, fusion_words
+from treadle.cli.demo_answers import PROMPTS, Completion, Pair
+from treadle.cli.demo_evidence import PoolCounters, Served, gathered, wrong_counts
+from treadle.cli.demo_report import bench_goals, bench_table, counted_words, pair_view, perplexity_view, served_table
+from treadle.cli.held_out import Score
+from treadle.client.engram.pool_types import ResidentModel
+from treadle.contract import EngramModel
 from treadle.inference.v1 import worker_pb2
+
+VERSION = "39d7d9d911d0" + "ab" * 26
+REPORT = {
+    "name": "kjv",
+    "version": VERSION,
+    "transport": "mapped",
+    "tickets": 4,
+    "tickets_in_time": 3,
+    "rows_missing": 0,
+    "shadowed": False,
+}
 
 
 def rendered(what: RenderableType) -> str:
@@ -20,12 +38,9 @@ def rendered(what: RenderableType) -> str:
     return console.file.getvalue()
 
 
-def status_of(**fields: Any) -> worker_pb2.StatusResponse:
-    layer = worker_pb2.EngramLayerStatus(
-        layer=15, tickets=1000, tickets_in_time=999, gather_seconds_p50=6e-5, gather_seconds_p99=0.0012, slack_seconds_p50=0.0183,
-        slack_seconds_p01=-0.0001, stall_seconds=0.02, row_bytes=3 << 20,
-    )  # fmt: skip
-    return worker_pb2.StatusResponse(engram_model="smollm2-demo", engram_transport="mapped", engram_layers=[layer], **fields)
+def pair_of(plain: str = "he said", informed: str = "\n\nsaying,\n\nSpeak", **report: Any) -> Pair:
+    treadle = {"degraded": False, "memory": [REPORT | report]}
+    return Pair("And the LORD", Completion("m+none", plain, {}, {}, 0.5), Completion("m+kjv", informed, {}, treadle, 0.5))
 
 
 def bench_document() -> dict[str, Any]:
@@ -39,21 +54,100 @@ def bench_document() -> dict[str, Any]:
     return {"command": "treadle bench chat", "machine": {"cpu": "Loom 9000"}, "rows": [*rows, stall], "goals": goals}
 
 
-def test_each_layer_is_told_with_its_tickets_and_times() -> None:
-    text = rendered(engram_table(engram_figures(status_of(steps=1000, step_seconds=10.0))))
-    for cell in ("layer 15", "60 µs / 1.20 ms", "18.30 ms / -100 µs", "1,000", "99.90%", "0.200%", "3.00 MiB"):
+def test_a_prompt_and_its_two_answers_stand_side_by_side_with_the_version_that_was_reported() -> None:
+    text = rendered(pair_view(pair_of()))
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == [[">", "And", "the", "LORD"][0], "And", "the", "LORD"]
+    assert lines[1] == ["without", "with", "kjv", "39d7d9d911d0,", "mapped"]
+    assert lines[2] == ["he", "said", "saying,"]
+    assert lines[3] == ["Speak"]  # blank lines of an answer are left out
+
+
+def test_what_an_answer_says_of_markup_is_shown_as_it_is() -> None:
+    assert "[bold]not bold[/]" in rendered(pair_view(pair_of(plain="[bold]not bold[/]")))
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (pair_of(plain=" "), "m+none answers nothing"),
+        (pair_of(name="other"), "does not report kjv"),
+        (Pair("p", Completion("m+none", "a", {}, {"memory": [REPORT]}, 1.0), pair_of().informed), "nobody had asked for"),
+        (Pair("p", pair_of().plain, Completion("m+kjv", "a", {}, {"degraded": True, "memory": [REPORT]}, 1.0)), "rows missing"),
+    ],
+)
+def test_what_is_wrong_with_a_pair_of_answers_is_said(pair: Pair, words: str) -> None:
+    assert pair_of().wrong("kjv") == []
+    (said,) = pair.wrong("kjv")
+    assert words in said
+
+
+def test_perplexities_are_told_with_their_difference() -> None:
+    scores = [Score("", 4, [8.0]), Score("kjv", 4, [7.0]), Score("kjv-shuffled", 4, [8.004])]
+    text = rendered(perplexity_view(scores))
+    assert max(map(len, text.splitlines())) <= 80
+    assert [line.split() for line in text.splitlines() if line.strip()][-5:-2] == [
+        ["none", "7.39"], ["kjv", "5.75", "-22.1%"], ["kjv-shuffled", "7.40", "+0.1%"],
+    ]  # fmt: skip
+    assert "kjv-shuffled: the same rows in each other's places" in " ".join(text.split())
+
+
+def test_answers_worker_and_pool_are_held_side_by_side(grow: Any, tmp_path: Path) -> None:
+    model: EngramModel = grow(tmp_path / "kjv", "kjv")
+    score = Score("kjv", 511, [1.0], {model.version}, {"mapped"}, Counter(tickets=6, tickets_in_time=6, rows_missing=0))
+    status = worker_pb2.StatusResponse(engram_models=[worker_pb2.EngramModelStatus(model="kjv", tokens=900, fused=True)])
+    resident = ResidentModel(model, model.version, True, 12 << 20, 1, 0.0)
+    pair = pair_of(version=model.version)
+    served = gathered([pair], {"": Score(""), "kjv": score}, status, [resident], PoolCounters({}, 0, 0))["kjv"]
+    assert served.document() == {
+        "memory": "kjv", "versions": [model.version], "transports": ["mapped"], "tickets": 10, "tickets_in_time": 9, "rows_missing": 0,
+        "shadowed": False, "worker": {"tokens": 900, "rows": 900 * 2 * 4, "fused": True},
+        "pool": {"version": model.version, "bytes": 12 << 20, "readers_before": 0, "readers": 1},
+    }  # fmt: skip
+    assert served.wrong(model.version, "mapped") == []
+    assert served.wrong(model.version, "auto") == []
+    text = rendered(served_table([served]))
+    for cell in (model.version[:12], "mapped", "9 of 10", "900", "7,200", "12.0 MiB", "0 → 1"):
         assert cell in text
 
 
-def test_a_worker_that_has_done_nothing_yet_has_figures_too() -> None:
-    figures = engram_figures(worker_pb2.StatusResponse(engram_layers=[worker_pb2.EngramLayerStatus(layer=2)]))
-    assert figures["layers"][0]["stall_share"] == 0.0
-    assert "0.00%" in rendered(engram_table(figures))
+def test_whatever_does_not_fit_together_is_said() -> None:
+    served = Served("kjv", {"b" * 64}, {"rpc"}, Counter(rows_missing=3), shadowed=True)
+    said = "\n".join(served.wrong("a" * 64, "mapped"))
+    for words in (
+        "answers report version",
+        "the pool holds version none",
+        "by rpc, not by mapped",
+        "0 tickets",
+        "3 rows",
+        "shadowed",
+        "counts 0 readers",
+    ):
+        assert words in said
 
 
-def test_what_became_of_the_random_rows_is_said() -> None:
-    assert "nothing is added" in fusion_words({"fused": False})
-    assert "change the answers" in fusion_words({"fused": True})
+METRICS = """# HELP treadle_engram_rows_total Rows handed out
+treadle_engram_rows_total{transport="rpc"} 7200.0
+treadle_engram_fusion_bytes_total 2.364528e+06
+"""
+
+
+def test_the_pools_counters_are_read_from_its_metrics_and_told_as_what_was_added() -> None:
+    before, after = PoolCounters.of([], ""), PoolCounters.of([], METRICS)
+    assert (before.rows_sent, after.rows_sent) == (0, 7200)
+    assert after.since(before) == PoolCounters({}, 7200, 2364528)
+    assert "2.3 MiB of fusion weights and 7,200 rows over gRPC" in counted_words(after.since(before))
+    assert "no row over gRPC, as readers that map read in place" in counted_words(PoolCounters({}, 0, 1))
+
+
+def test_a_pool_that_has_counted_less_than_was_looked_up_is_a_failure() -> None:
+    by_rpc = Served("kjv", transports={"rpc"}, tokens=900, rows_a_token=8)
+    assert wrong_counts([by_rpc], PoolCounters({}, 7200, 1)) == []
+    assert wrong_counts([Served("kjv", transports={"mapped"}, tokens=900, rows_a_token=8)], PoolCounters({}, 0, 1)) == []
+    few, no_weights = wrong_counts([by_rpc], PoolCounters({}, 7199, 0))[::-1]
+    assert "sent 7199 rows, the worker looked up 7200" in few
+    assert "no fusion weights" in no_weights
 
 
 def test_the_comparison_has_a_column_for_each_variant_and_fits_the_screen() -> None:
@@ -88,35 +182,62 @@ def test_a_comparison_of_enough_rounds_has_its_interval() -> None:
     assert "its 95 % interval" in text
 
 
-def test_the_demo_shows_answers_and_figures_and_leaves_nothing(cli: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def demo(cli: Any, tmp_path: Path) -> Any:
+    """The command, with a folder of its own for what is temporary."""
     (tmp_path / "temporary").mkdir()
-    cli.extra["TMPDIR"] = str(tmp_path / "temporary")
-    run = cli("demo")
-    for words in (
-        "> What is the capital of France?",
-        "What is the capital of France? indeed",
-        "layer 15",
-        "nothing is added",
-        "0.995x",
-    ):
+    cli.extra |= {"TMPDIR": str(tmp_path / "temporary"), "FAKE_MEMORIES": "kjv,kjv-shuffled"}
+    return cli
+
+
+def test_the_demo_shows_answers_perplexities_and_origin_and_leaves_nothing(demo: Any, tmp_path: Path) -> None:
+    run = demo("demo", "--tokens", "512", "--bench")
+    for words in (f"> {PROMPTS[0]}", f"{PROMPTS[0]} indeed", "-18.1%", "+0.0%", "pool: version", "inference-worker", "0.995x"):
         assert words in run.stdout
     assert "no process and nothing in shared memory is left" in run.stderr
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert cli.state() is None  # it has a home of its own
+    assert demo.state() is None  # it has a home of its own
 
 
-def test_whatever_goes_wrong_is_a_failure_in_the_json_document_and_the_fabric_still_goes(cli: Any, tmp_path: Path) -> None:
-    cli.extra |= {"FAKE_ANSWER": "", "FAKE_TICKETS": "0", "TMPDIR": str(tmp_path)}
-    (cli.packages / "treadle_fakes-9.9.dist-info" / "entry_points.txt").write_text(
+def test_the_json_document_has_everything(demo: Any) -> None:
+    document = json.loads(demo("demo", "--json", "--tokens", "512").stdout)
+    assert document["ok"] is True
+    assert [answer["prompt"] for answer in document["answers"]] == list(PROMPTS)
+    kjv, shuffled = document["served"]
+    assert kjv["versions"] == [document["memory"]["version"]] == [kjv["pool"]["version"]]
+    assert shuffled["memory"] == "kjv-shuffled"
+    assert shuffled["versions"] != kjv["versions"]
+    assert document["perplexity"]["with"]["perplexity"] < document["perplexity"]["without"]["perplexity"]
+    assert document["perplexity"]["shuffled"]["tokens"] == 2 * 255
+    assert set(document["processes"]) == {"engram-pool", "inference-worker", "inference-gateway"}
+    assert document["bench"] == {}
+
+
+def test_a_memory_that_changes_nothing_or_wrong_rows_that_do_are_failures(demo: Any) -> None:
+    demo.extra["FAKE_NATS"] = json.dumps({"kjv": -0.05, "kjv-shuffled": 0.05})
+    run = demo("demo", "--json", "--tokens", "512", code=1)
+    failures = "\n".join(json.loads(run.stdout)["failures"])
+    for words in ("with the memory is 0.951x", "with shuffled rows is 1.051x"):
+        assert words in failures
+        assert words in run.stderr
+
+
+def test_whatever_goes_wrong_is_a_failure_in_the_json_document_and_the_fabric_still_goes(demo: Any) -> None:
+    demo.extra |= {"FAKE_ANSWER": "", "FAKE_MISSING": "5", "FAKE_WEIGHTS": "0"}
+    (demo.packages / "treadle_fakes-9.9.dist-info" / "entry_points.txt").write_text(
         "[treadle.commands]\nmodel = fake_fabric:model_app\npool = fake_fabric:pool_app\nbench = no_such_module:app\n"
     )
-    run = cli("demo", "--json", code=1)
+    run = demo("demo", "--json", "--bench", "--tokens", "512", code=1)
     document = json.loads(run.stdout)
     assert document["ok"] is False
-    assert [len(document["answers"]), len(document["engram"]["layers"])] == [3, 2]
     failures = "\n".join(document["failures"])
-    for words in ("is empty", "layer 2: 0 tickets", "bench failed", "no_such_module"):
+    for words in ("answers nothing", "kjv: 10 rows never came", "no fusion weights", "bench failed", "no_such_module"):
         assert words in failures
         assert words in run.stderr
     assert "logs are kept in" in run.stderr
     assert "nothing in shared memory is left" in run.stderr
+
+
+def test_a_model_that_the_memory_was_not_made_for_has_no_demo(demo: Any) -> None:
+    (demo.home / "model" / "config.json").write_text('{"num_hidden_layers": 32, "hidden_size": 960}')
+    assert "kjv was made for fake-135m (30 layers of 576), model has 32 of 960" in demo("demo", code=1).stderr

@@ -244,7 +244,8 @@ def test_a_taken_port_of_another_service_is_told_in_one_line(cli: Any) -> None:
 
 
 def test_ports_follow_the_base(cli: Any) -> None:
-    from treadle.cli.fabric import POOL, WORKER, FabricOptions, FabricRun
+    from treadle.cli.fabric import POOL, WORKER, FabricRun
+    from treadle.cli.fabric_options import FabricOptions
     from treadle.cli.run_folder import RunFolder
 
     run = FabricRun(RunFolder(cli.home), FabricOptions(), lambda event: None)

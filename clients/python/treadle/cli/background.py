@@ -18,7 +18,8 @@ from dataclasses import asdict
 
 from treadle.cli.child import tethered
 from treadle.cli.events import Event
-from treadle.cli.fabric import FabricOptions, FabricRun
+from treadle.cli.fabric import FabricRun
+from treadle.cli.fabric_options import FabricOptions
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, home
 from treadle.cli.supervisor import StartFailed, StopRequested

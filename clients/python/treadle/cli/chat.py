@@ -21,6 +21,7 @@ from treadle.cli.terminal import EXIT_INTERRUPTED, print_error, print_json, stde
 from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 TEMPERATURE = 0.2  # what the makers of the default model advise; at 1 a model of 135 M parameters rambles
+ANSWER_TOKENS = 256  # a screen; a small model that has begun to repeat itself never ends by itself
 HELP = (
     "/engram NAME answers with that memory (/engram none: without, /engram: says which), /models lists what there is, "
     "/new forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."
@@ -40,7 +41,7 @@ def chat(
         ),
     ] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = ANSWER_TOKENS,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = TEMPERATURE,
     api_key_file: Annotated[Path | None, typer.Option(help="File whose first key is shown to the gateway.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One question: print one JSON document.")] = False,
@@ -173,7 +174,7 @@ def _remark(answer: Answer) -> None:
     if answer.memory.get("degraded"):
         stderr().print("(made with memory missing)")
     if answer.finish_reason == "length":
-        stderr().print("(cut off at the limit of tokens)")
+        stderr().print("(cut off at the limit of tokens; --max-tokens sets it)")
 
 
 def _tell(text: str) -> None:

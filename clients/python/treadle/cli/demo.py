@@ -1,6 +1,8 @@
-"""`treadle demo`: a fabric of its own, three questions, the figures, and nothing left behind.
+"""`treadle demo`: a fabric of its own, the same prompts without and with the shipped memory, what it does to text that it has not
+learnt, where its rows came from, and nothing left behind.
 
-Owns the order of the show and what counts as failed. How figures look is in `demo_report`.
+Owns the order of the show and what counts as failed. What is asked is in `demo_answers` and `held_out`, what is compared in
+`demo_evidence`, how it looks in `demo_report`.
 """
 
 from __future__ import annotations
@@ -8,92 +10,138 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle.cli import fabric
+from treadle.cli import demo_answers, demo_report, jobs
 from treadle.cli.background import BackgroundFabric
-from treadle.cli.conversation import Answer, Conversation, connect
-from treadle.cli.demo_report import bench_goals, bench_table, engram_figures, engram_table, fusion_words
-from treadle.cli.fabric import POOL, WORKER, EngramFusion, EngramTransport, FabricOptions, child_environment, python_module
-from treadle.cli.gateway import served_model
+from treadle.cli.conversation import connect
+from treadle.cli.demo_answers import Pair
+from treadle.cli.demo_evidence import PoolCounters, Served, gathered, wrong_counts
+from treadle.cli.events import Event
+from treadle.cli.fabric import POOL, WORKER
+from treadle.cli.fabric_options import DEFAULT_MODEL, EngramTransport, FabricOptions
+from treadle.cli.gateway import get, served_model
+from treadle.cli.held_out import NO_MEMORY, Score, blocks_of, measure
+from treadle.cli.memories import GrownMemory, held_out_text, shipped_memory
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.supervisor import JobSpec, StartFailed, StopRequested, Supervisor
 from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_error, print_json, stderr, stdout
+from treadle.contract.errors import InvalidArgument, NotFound
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "In one sentence: what does a loom do?",
-    "Name three things that are made of thread.",
-)
-ANSWER_TOKENS_MAX = 64  # five seconds each on two busy cores
+if TYPE_CHECKING:
+    from treadle.contract import EngramModel
+
+HELD_OUT_TOKENS = 4096  # three times that is a minute's work for one slow core; more makes the figures steadier
+WITH_RATIO_MAX = 0.9  # perplexity with the memory over that without it
+SHUFFLED_RATIO_MAX = 0.02  # how far that with shuffled rows may be from it; on few tokens, of any text, chance has its part
 BENCH_SECONDS_MAX = 900.0
 
 
 @dataclass(slots=True)
 class Show:
-    """What the demo found, as its JSON document; `failures` empty: all went well."""
+    """What the demo found; `failures` empty: all went well."""
 
     model: str = ""
-    fusion: str = ""
-    answers: list[dict[str, Any]] = field(default_factory=list)
-    engram: dict[str, Any] = field(default_factory=dict)
+    memory: GrownMemory | None = None
+    pairs: list[Pair] = field(default_factory=list)
+    scores: dict[str, Score] = field(default_factory=dict)
+    served: dict[str, Served] = field(default_factory=dict)
+    counted: PoolCounters | None = None
+    processes: dict[str, int] = field(default_factory=dict)
     bench: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
+    def document(self) -> dict[str, Any]:
+        """What `demo --json` prints."""
+        memory, scores = self.memory, self.scores
+        return {
+            "ok": not self.failures, "model": self.model,
+            "memory": memory and {"name": memory.name, "version": memory.model.version, "card": memory.card},
+            "answers": [pair.document() for pair in self.pairs],
+            "perplexity": {variant: score.document() for variant, score in zip(("without", "with", "shuffled"), scores.values(), strict=False)},
+            "served": [one.document() for one in self.served.values()],
+            "pool_counted": self.counted and {"rows_sent": self.counted.rows_sent, "weights_bytes": self.counted.weights_bytes},
+            "processes": self.processes,
+            "bench": self.bench, "failures": self.failures,
+        }  # fmt: skip
+
 
 def demo(
-    model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = fabric.DEFAULT_MODEL,
+    model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = DEFAULT_MODEL,
     engram_transport: Annotated[EngramTransport, typer.Option(help="How rows reach the worker.")] = EngramTransport.MAPPED,
-    engram_fusion: Annotated[
-        EngramFusion, typer.Option(help="shadow: compute all, add nothing. on: add the rows' part.")
-    ] = EngramFusion.SHADOW,
-    bench: Annotated[bool, typer.Option(help="Compare tokens/s without Engram, local, mapped and rpc.")] = True,
+    tokens: Annotated[int, typer.Option(min=512, help="Tokens of held-out text to measure on.")] = HELD_OUT_TOKENS,
+    bench: Annotated[
+        bool, typer.Option(help="Also compare tokens/s with a large random table: without, local, mapped, rpc.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
-    """Bring up a fabric, ask three questions, show what the memory did, take all of it down."""
+    """Show what the shipped memory does to answers and to text that it has not learnt, and that its rows come from the pool."""
     show = Show()
     try:
         with _interruptible(), _temporary_home(show) as home, StepView() as view:
-            options = _options(model, engram_transport, engram_fusion, home, view)
+            folder, served_as = _model(model, home, view)
+            show.memory = _memory(Path(folder))
+            shuffled = _shuffle(show.memory, home)
+            options = FabricOptions(
+                model=folder, served_as=served_as, memories=(str(home / shuffled.name),), engram_transport=engram_transport, gateway_port=0,
+                port_base=0,
+            )  # fmt: skip
             with _fabric(options, home, view, show) as state:
                 view.rest()
-                _questions(state, show, quiet=as_json)
-                _figures(state, show, quiet=as_json)
+                before = _pool_counters(state)
+                _answers(state, show, quiet=as_json)
+                _perplexities(state, show, shuffled.name, tokens, view, quiet=as_json)
+                _evidence(state, before, show, shuffled, engram_transport, quiet=as_json)
+                _processes(state, RunFolder(home), show, quiet=as_json)
                 if bench:
                     _bench(state, home, view, show, quiet=as_json)
     except (KeyboardInterrupt, StopRequested):
         stderr().print("stopped")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
-        print_json(_document(show))
+        print_json(show.document())
     for failure in show.failures:
         print_error(failure)
     if show.failures:
         raise typer.Exit(1)
 
 
-def _options(model: str, transport: EngramTransport, fusion: EngramFusion, home: Path, view: StepView) -> FabricOptions:
-    """The demo's fabric: free ports, and a model folder found in (or fetched into) the usual cache, not the temporary home."""
-    folder, served_as = model, ""
-    if not (Path(model).expanduser() / "config.json").exists():
-        served_as = model
-        supervisor = Supervisor(home / "run" / "logs", view)
-        try:
-            with supervisor.signals():
-                folder = fabric.fetched_folder(supervisor.run(fabric.fetch_model(model)))
-        finally:
-            supervisor.close()
-    return FabricOptions(
-        model=folder, served_as=served_as, engram_transport=transport, engram_fusion=fusion, gateway_port=0, port_base=0
-    )  # fmt: skip
+def _model(model: str, home: Path, view: StepView) -> tuple[str, str]:
+    """(folder, name to serve it under): found in, or fetched into, the usual cache, not the temporary home."""
+    if (Path(model).expanduser() / "config.json").exists():
+        return str(Path(model).expanduser().absolute()), ""
+    supervisor = Supervisor(home / "run" / "logs", view)
+    try:
+        with supervisor.signals():
+            return jobs.fetched_folder(supervisor.run(jobs.fetch_model(model))), model
+    finally:
+        supervisor.close()
+
+
+def _memory(model_dir: Path) -> GrownMemory:
+    memory = shipped_memory()
+    if memory is None:
+        raise NotFound(
+            "the installed engram-pool comes without a memory to show; pip install --force-reinstall treadle-engram-pool"
+        )
+    if misfit := memory.misfit(model_dir):
+        raise InvalidArgument(f"{misfit}; the demo shows the memory that was made for {memory.made_for}")
+    return memory
+
+
+def _shuffle(memory: GrownMemory, home: Path) -> EngramModel:
+    """A second memory with the same rows in wrong places, made beside the fabric's own files."""
+    from treadle.cli.shuffled_memory import write_shuffled
+
+    name = f"{memory.name}-shuffled"
+    return write_shuffled(memory.folder, home / name, name=name)
 
 
 @contextmanager
@@ -126,78 +174,95 @@ def _left_behind(state: FabricState) -> list[str]:
     return left
 
 
-def _questions(state: FabricState, show: Show, quiet: bool) -> None:
-    show.model, show.fusion = served_model(state.gateway_url), ""
-    console = stdout()
-    if not quiet:
-        console.print(
-            f"\n[bold]Three questions to {show.model}[/] through {state.gateway_url}/v1 (OpenAI's own client)\n", soft_wrap=True
-        )
+def _answers(state: FabricState, show: Show, quiet: bool) -> None:
+    assert show.memory is not None
+    show.model = served_model(state.gateway_url)
     with connect(state.gateway_url, None) as client:
-        for question in QUESTIONS:
+        for pair in demo_answers.pairs(client, show.model, show.memory.name):
+            if not quiet and not show.pairs:
+                stdout().print(demo_report.answers_title(show.model, show.memory), soft_wrap=True)
+            show.pairs.append(pair)
+            show.failures += pair.wrong(show.memory.name)
             if not quiet:
-                console.print(f"[bold cyan]> {question}[/]")
-            talk = Conversation(client, show.model, max_tokens=ANSWER_TOKENS_MAX, temperature=0.0)
-            answer = talk.ask(question, _ignore if quiet else _write)
-            if not quiet:
-                _write("\n\n")
-            if answer.stopped:
-                raise KeyboardInterrupt
-            show.answers.append(_answer_document(question, answer))
-            show.failures += _wrong_with(question, answer)
+                stdout().print(demo_report.pair_view(pair))
 
 
-def _answer_document(question: str, answer: Answer) -> dict[str, Any]:
-    return {
-        "question": question, "answer": answer.text, "finish_reason": answer.finish_reason, "usage": answer.usage,
-        "seconds_to_first": answer.seconds_to_first, "seconds": answer.seconds, "treadle": answer.memory,
-    }  # fmt: skip
-
-
-def _wrong_with(question: str, answer: Answer) -> list[str]:
-    wrong = []
-    if not answer.text.strip():
-        wrong.append(f"the answer to {question!r} is empty")
-    if answer.broke_off:
-        wrong.append(f"the answer to {question!r} broke off")
-    if answer.memory.get("degraded"):
-        wrong.append(f"the answer to {question!r} was made with memory missing")
-    return wrong
-
-
-def _figures(state: FabricState, show: Show, quiet: bool) -> None:
-    """What each Engram layer did, from the worker's own counters."""
+def _perplexities(state: FabricState, show: Show, shuffled: str, tokens: int, view: StepView, quiet: bool) -> None:
+    """Held-out text through the worker: without, with, and with the rows in wrong places."""
     from treadle.client import Fabric  # gRPC takes 100 ms to import
 
+    assert show.memory is not None
+    blocks = blocks_of(held_out_text(), Path(state.model_dir) / "tokenizer.json", tokens)
+
+    def tick(done: int, of: int) -> None:
+        view(Event("progress", "held-out text", f"block {done} of {of}"))
+
     with Fabric(worker=_record(state, WORKER).listen) as sdk:
-        show.engram = engram_figures(sdk.worker.status())
-    show.fusion = "on" if show.engram["fused"] else "shadow"
-    layers = show.engram["layers"]
-    if not layers:
-        show.failures.append("the worker has no Engram layers")
-    for layer in layers:
-        if not layer["tickets"] or layer["tickets"] != layers[0]["tickets"]:
-            show.failures.append(
-                f"layer {layer['layer']}: {layer['tickets']} tickets, layer {layers[0]['layer']} had {layers[0]['tickets']}"
-            )
-        if layer["rows_missing"]:
-            show.failures.append(f"layer {layer['layer']}: {layer['rows_missing']} rows never came")
+        show.scores = measure(sdk.worker, blocks, (NO_MEMORY, show.memory.name, shuffled), tick)
+    view.rest()
+    without, informed, wrong_rows = show.scores.values()
+    ratio, spoilt = informed.perplexity / without.perplexity, wrong_rows.perplexity / without.perplexity
+    if ratio >= WITH_RATIO_MAX:
+        show.failures.append(f"perplexity with the memory is {ratio:.3f}x of that without it; below {WITH_RATIO_MAX}x was expected")
+    if abs(spoilt - 1.0) > SHUFFLED_RATIO_MAX:
+        show.failures.append(
+            f"perplexity with shuffled rows is {spoilt:.3f}x of that without; 1 ± {SHUFFLED_RATIO_MAX} was expected"
+        )
+    show.failures += [
+        f"{score.degraded} blocks were measured with rows missing" for score in show.scores.values() if score.degraded
+    ]
     if not quiet:
-        console = stdout()
-        console.print(engram_table(show.engram))
-        console.print(fusion_words(show.engram), style="dim")
+        stdout().print(demo_report.perplexity_view(list(show.scores.values())))
+
+
+def _pool_counters(state: FabricState) -> PoolCounters:
+    from treadle.client import Fabric
+
+    pool = _record(state, POOL)
+    with Fabric(engram=pool.listen) as sdk:
+        return PoolCounters.of(sdk.engram.list_models(), get(f"http://{pool.metrics}/metrics").decode())
+
+
+def _evidence(
+    state: FabricState, before: PoolCounters, show: Show, shuffled: EngramModel, transport: EngramTransport, quiet: bool
+) -> None:
+    """What the answers, the worker and the pool say of the rows has to be one story."""
+    from treadle.client import Fabric
+
+    assert show.memory is not None
+    with Fabric(engram=_record(state, POOL).listen, worker=_record(state, WORKER).listen) as sdk:
+        show.served = gathered(show.pairs, show.scores, sdk.worker.status(), sdk.engram.list_models(), before)
+    show.counted = _pool_counters(state).since(before)
+    for model in (show.memory.model, shuffled):
+        show.failures += show.served[model.name].wrong(model.version, transport)
+    show.failures += wrong_counts(show.served.values(), show.counted)
+    if not quiet:
+        stdout().print(demo_report.served_table(list(show.served.values())))
+        stdout().print(demo_report.counted_words(show.counted), style="dim")
+
+
+def _processes(state: FabricState, folder: RunFolder, show: Show, quiet: bool) -> None:
+    """The same process of each service has to have done all of it."""
+    now = folder.read() or state
+    for before in state.services:
+        after = _record(now, before.service)
+        show.processes[before.service] = after.process.pid if after.process else 0
+        if after.restarts or after.process != before.process:
+            show.failures.append(f"{before.service} was started again in between; `treadle logs {before.service}` says why")
+    if not quiet:
+        stdout().print(demo_report.processes_words(show.processes), style="dim")
 
 
 def _bench(state: FabricState, home: Path, view: StepView, show: Show, quiet: bool) -> None:
-    """The comparison of tokens/s, in a process of its own against the demo's pool."""
+    """The comparison of tokens/s with the speed profile's table, in a process of its own against the demo's pool."""
     argv = (
-        *python_module("treadle.cli"), "bench", "chat", "--quick", "--json",
+        *jobs.python_module("treadle.cli"), "bench", "chat", "--quick", "--json",
         "--pool", _record(state, POOL).listen, "--model-dir", state.model_dir,
     )  # fmt: skip
     supervisor = Supervisor(RunFolder(home).logs, view)
     try:
         with supervisor.signals():
-            show.bench = json.loads(supervisor.run(JobSpec("bench", argv, BENCH_SECONDS_MAX, child_environment())))
+            show.bench = json.loads(supervisor.run(JobSpec("bench", argv, BENCH_SECONDS_MAX, jobs.child_environment())))
     except (StartFailed, ValueError) as error:
         show.failures.append(str(error))
         return
@@ -207,8 +272,8 @@ def _bench(state: FabricState, home: Path, view: StepView, show: Show, quiet: bo
     if not show.bench.get("rows"):
         show.failures.append("`treadle bench chat` measured nothing")
     elif not quiet:
-        stdout().print(bench_table(show.bench))
-        stdout().print("\n".join(bench_goals(show.bench)), style="dim", markup=False)
+        stdout().print(demo_report.bench_table(show.bench))
+        stdout().print("\n".join(demo_report.bench_goals(show.bench)), style="dim", markup=False)
 
 
 @contextmanager
@@ -244,19 +309,3 @@ def _record(state: FabricState, service: str) -> ServiceRecord:
     if record is None:
         raise StartFailed(f"the fabric has no {service}")
     return record
-
-
-def _document(show: Show) -> dict[str, Any]:
-    return {
-        "ok": not show.failures, "model": show.model, "fusion": show.fusion, "answers": show.answers, "engram": show.engram,
-        "bench": show.bench, "failures": show.failures,
-    }  # fmt: skip
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _ignore(text: str) -> None:
-    """Nobody watches the answer come."""

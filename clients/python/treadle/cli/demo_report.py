@@ -1,70 +1,107 @@
-"""Figures of the demo as tables: what each Engram layer did, and tokens/s with and without.
+"""Figures of the demo as tables: answers side by side, perplexities, where rows came from, and tokens/s with and without.
 
 Owns layout for 80 columns. Does not measure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
-    from treadle.inference.v1.worker_pb2 import StatusResponse
+    from treadle.cli.demo_answers import Pair
+    from treadle.cli.demo_evidence import PoolCounters, Served
+    from treadle.cli.held_out import Score
+    from treadle.cli.memories import GrownMemory
 
+VERSION_DIGITS_SHOWN = 12
 ROUNDS_MIN = 8  # an interval of fewer rounds would be no more than their range: their number is told instead
 NAMES = {"local": "Engram, local", "mapped": "Engram, mapped", "rpc": "Engram, rpc"}
 
 
-def engram_figures(status: StatusResponse) -> dict[str, Any]:
-    """A worker's Engram counters as plain values; seconds and bytes."""
-    names = (
-        "layer", "tickets", "tickets_in_time", "gather_seconds_p50", "gather_seconds_p99", "slack_seconds_p50", "slack_seconds_p01",
-        "stall_seconds", "row_bytes", "rows_missing",
-    )  # fmt: skip
-    layers = [{name: getattr(layer, name) for name in names} for layer in status.engram_layers]
-    for layer in layers:
-        layer["stall_share"] = layer["stall_seconds"] / status.step_seconds if status.step_seconds else 0.0
-    return {
-        "model": status.engram_model, "version": status.engram_version, "transport": status.engram_transport,
-        "fused": status.engram_fused, "steps": status.steps, "step_seconds": status.step_seconds, "layers": layers,
-    }  # fmt: skip
+def answers_title(model: str, memory: GrownMemory) -> str:
+    """What the next tables show."""
+    from rich.markup import escape
+
+    return (
+        f"\n[bold]The same prompts to {escape(model)}, without and with the memory {escape(memory.name)}[/] "
+        f"(version {memory.model.version[:VERSION_DIGITS_SHOWN]}), likeliest tokens, both in one batch\n"
+    )
 
 
-def engram_table(figures: dict[str, Any]) -> Table:
-    """One column for each layer."""
+def pair_view(pair: Pair) -> RenderableType:
+    """One prompt and its two answers side by side, with the version that the answer itself reports."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    report = next(iter(pair.informed.memories), {})
+    told = f"{report.get('name', '?')} {str(report.get('version', '?'))[:VERSION_DIGITS_SHOWN]}, {report.get('transport', '?')}"
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
+    table.add_column(Text("without", style="dim"), ratio=1)
+    table.add_column(Text(f"with {told}", style="dim"), ratio=1)
+    table.add_row(Text(_in_lines(pair.plain.text)), Text(_in_lines(pair.informed.text)))
+    return Group(Text(f"> {pair.prompt}", style="bold cyan"), table, "")
+
+
+def perplexity_view(scores: Sequence[Score]) -> RenderableType:
+    """Without first, then each memory with its difference."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    without = scores[0]
+    title = f"Perplexity of {without.tokens:,} tokens kept from learning (lower: foreseen better)"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("rows of")
+    table.add_column("perplexity", justify="right")
+    table.add_column("against none", justify="right")
+    for score in scores:
+        change = "" if score is without else f"{score.perplexity / without.perplexity - 1:+.1%}"
+        table.add_row(score.memory or "none", f"{score.perplexity:.2f}", change)
+    note = f"{scores[-1].memory}: the same rows in each other's places, as from a fabric that delivers wrong ones"
+    return Group(Text(title, style="bold"), table, Text(note, style="dim"), "")
+
+
+def served_table(served: Sequence[Served]) -> Table:
+    """What the answers, the worker and the pool say of each memory's rows."""
     from rich import box
     from rich.table import Table
 
-    title = f"Engram {figures['model']} by {figures['transport']}: {figures['steps']} steps, {figures['step_seconds']:.1f} s"
+    title = "Where the rows came from"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    layers = figures["layers"]
-    for layer in layers:
-        table.add_column(f"layer {layer['layer']}", justify="right")
-    rows = {
-        "gather p50 / p99": [f"{_time(x['gather_seconds_p50'])} / {_time(x['gather_seconds_p99'])}" for x in layers],
-        "slack p50 / p01": [f"{_time(x['slack_seconds_p50'])} / {_time(x['slack_seconds_p01'])}" for x in layers],
-        "tickets": [f"{x['tickets']:,}" for x in layers],
-        "in time": [f"{x['tickets_in_time'] / max(1, x['tickets']):.2%}" for x in layers],
-        "stall, share of step time": [f"{x['stall_share']:.3%}" for x in layers],
-        "rows read": [f"{x['row_bytes'] / 2**20:.2f} MiB" for x in layers],
+    for one in served:
+        table.add_column(one.name, justify="right")
+    lines = {
+        "answers: version": [one.version[:VERSION_DIGITS_SHOWN] for one in served],
+        "answers: by": [", ".join(sorted(one.transports)) for one in served],
+        "answers: lookups in time": [f"{one.counts['tickets_in_time']:,} of {one.counts['tickets']:,}" for one in served],
+        "answers: rows missing": [f"{one.counts['rows_missing']:,}" for one in served],
+        "worker: tokens looked up": [f"{one.tokens:,}" for one in served],
+        "worker: rows looked up": [f"{one.rows:,}" for one in served],
+        "pool: version": [one.pool_version[:VERSION_DIGITS_SHOWN] for one in served],
+        "pool: size": [f"{one.bytes / 2**20:.1f} MiB" for one in served],
+        "pool: readers, before → now": [f"{one.readers[0]} → {one.readers[1]}" for one in served],
     }
-    for name, cells in rows.items():
+    for name, cells in lines.items():
         table.add_row(name, *cells)
     return table
 
 
-def fusion_words(figures: dict[str, Any]) -> str:
-    """What the rows are and what became of them: a reader must not take the answers for the work of the rows."""
-    if figures["fused"]:
-        return (
-            "The rows are random (no public weights exist for this model) and fusion is on: they change the answers, for the worse."
-        )
-    return (
-        "The rows are random (no public weights exist for this model) and the fusion is shadowed: hashed, prefetched, gathered, "
-        "gated and computed, but nothing is added to the answers. --engram-fusion on adds it."
-    )
+def counted_words(counted: PoolCounters) -> str:
+    """What the pool's own counters say of the time since the first question."""
+    rows = f"{counted.rows_sent:,} rows over gRPC" if counted.rows_sent else "no row over gRPC, as readers that map read in place"
+    return f"since the first question the pool has sent {counted.weights_bytes / 2**20:.1f} MiB of fusion weights and {rows}"
+
+
+def processes_words(processes: Mapping[str, int]) -> str:
+    """That one process of each service did all of it."""
+    return "one process of each did all of this: " + ", ".join(f"{name} {pid}" for name, pid in processes.items())
 
 
 def bench_table(document: dict[str, Any]) -> Table:
@@ -136,9 +173,6 @@ def _few_rounds(row: dict[str, Any]) -> bool:
     return row.get("ratio") is not None and row.get("n", ROUNDS_MIN) < ROUNDS_MIN
 
 
-def _time(seconds: float) -> str:
-    """Two or three digits in the unit that fits; negative for what came late."""
-    size = abs(seconds)
-    if size < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    return f"{seconds * 1e3:.2f} ms" if size < 0.1 else f"{seconds:.2f} s"
+def _in_lines(text: str) -> str:
+    """An answer without the blank lines that a small model likes to begin with."""
+    return "\n".join(line for line in text.strip().splitlines() if line.strip())

@@ -7,94 +7,33 @@ Owns the command lines of the services and the life of one `treadle up`, from th
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
+from treadle.cli import jobs
 from treadle.cli.events import Event, describe
+from treadle.cli.fabric_options import SPEED_TABLE, EngramTable, FabricOptions
 from treadle.cli.gateway import get, join_address, reachable_url
+from treadle.cli.memories import GrownMemory, shipped_memory
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
 from treadle.cli.service_log import ServiceLog
-from treadle.cli.supervisor import READY_SECONDS, GaveUp, JobSpec, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
+from treadle.cli.supervisor import GaveUp, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
 from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 SUPERVISOR = "supervisor"  # name of its log
 POOL, WORKER, GATEWAY = "engram-pool", "inference-worker", "inference-gateway"
 MODULES = {POOL: "engram_pool", WORKER: "inference_worker", GATEWAY: "inference_gateway"}
 DRAIN_ORDER = (GATEWAY, WORKER, POOL)  # nobody loses what it still calls
-DEFAULT_MODEL = "smollm2-135m"
-DEMO_TABLE = "smollm2-demo"
-GATEWAY_PORT = 8000
-PORT_BASE = 7400
 SERVICE_DRAIN_SECONDS = 10.0  # what a service gives its calls; the supervisor waits longer (DRAIN_SECONDS)
 PORT_OFFSETS = {POOL: (1, 11), WORKER: (4, 14)}  # on PORT_BASE: the ports that each service has by itself
-FETCH_SECONDS_MAX = 1800.0  # 93 MB over a slow line, then a conversion of about a minute on a busy machine
-LOAD_SECONDS_MAX = 600.0
-
-
-class EngramTransport(StrEnum):
-    """How rows reach the worker; auto: mapped where the pool is on its host."""
-
-    AUTO = "auto"
-    MAPPED = "mapped"
-    LOCAL = "local"
-    RPC = "rpc"
-
-
-class EngramFusion(StrEnum):
-    """What becomes of the rows; shadow: all is computed, nothing is added to the hidden state."""
-
-    SHADOW = "shadow"
-    ON = "on"
-
-
-@dataclass(frozen=True, slots=True)
-class FabricOptions:
-    """What to bring up. `port_base` 0: free ports.
-
-    model:     a folder, or a name that `treadle model fetch` knows
-    served_as: name under which clients ask for it; "": the name that was given, or for a folder what the worker makes of it
-    """
-
-    model: str = DEFAULT_MODEL
-    served_as: str = ""
-    engram: bool = True
-    engram_transport: EngramTransport = EngramTransport.AUTO
-    engram_fusion: EngramFusion = EngramFusion.SHADOW
-    host: str = "127.0.0.1"
-    gateway_port: int = GATEWAY_PORT
-    port_base: int = PORT_BASE
-    api_key_file: str = ""
-    ready_seconds: float = READY_SECONDS
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.gateway_port <= 65535 or not 0 <= self.port_base <= 65535 - 14:
-            raise InvalidArgument("ports lie between 0 (a free one) and 65535")
-        if not self.api_key_file and not is_loopback(self.host):
-            raise InvalidArgument(f"--host {self.host} lets other machines in: give --api-key-file too")
-        if self.ready_seconds <= 0:
-            raise InvalidArgument("--timeout is a positive number of seconds")
-
-    def to_json(self) -> str:
-        """As one line for another process."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> FabricOptions:
-        """The options that `to_json` wrote."""
-        fields = json.loads(text)
-        fields["engram_transport"] = EngramTransport(fields["engram_transport"])
-        fields["engram_fusion"] = EngramFusion(fields["engram_fusion"])
-        return cls(**fields)
+MEMORY = "memory"  # who speaks of memories among the events
 
 
 def check_installed(engram: bool) -> None:
@@ -103,11 +42,6 @@ def check_installed(engram: bool) -> None:
     missing = [name for name in needed if importlib.util.find_spec(MODULES[name]) is None]
     if missing:
         raise NotFound(f"not installed: {', '.join(missing)}; pip install 'treadle[fabric]'")
-
-
-def is_loopback(host: str) -> bool:
-    """True for names and numbers of this machine alone."""
-    return host in ("localhost", "::1", "[::1]") or host.startswith("127.")
 
 
 def check_port_free(service: str, host: str, port: int, advice: str) -> None:
@@ -134,6 +68,7 @@ class FabricRun:
         self._gateway_url = reachable_url(join_address(options.host, options.gateway_port)) if options.gateway_port else ""
         self._me = ProcessMark.of(os.getpid())
         self._stage, self._step, self._model_dir, self._served_as = "starting", "", "", options.served_as
+        self._memories: list[GrownMemory] = []  # that are to be loaded
 
     def run(self, on_ready: Callable[[FabricState], None], on_locked: Callable[[], None] = lambda: None) -> None:
         """Sweep, bring up, call `on_ready`, watch until a stop is requested, drain. `on_locked`: this home is ours from here on.
@@ -170,6 +105,7 @@ class FabricRun:
 
     def _prepare(self, freed: int) -> None:
         self._record()
+        self._memories = [GrownMemory.read(Path(folder)) for folder in self.options.memories]
         self._check_ports()
         freed += sweep_abandoned(self.folder.home)
         if freed:
@@ -191,12 +127,57 @@ class FabricRun:
         self._model_dir = self._find_model()
         pool = ""
         if options.engram:
+            self._choose_memories(Path(self._model_dir))
             pool = supervisor.start(self._pool_spec()).listen
-            supervisor.run(load_demo_table(pool, self._model_dir))
+            self._load(pool)
         worker = supervisor.start(self._worker_spec(pool)).listen
         gateway = supervisor.start(self._gateway_spec(worker))
         self._gateway_url = reachable_url(gateway.listen)
         supervisor.wait_until(GATEWAY, "its first look at the worker", self._gateway_ready, options.ready_seconds)
+        self._tell_refused(pool, worker)
+
+    def _choose_memories(self, model_dir: Path) -> None:
+        """Settle what is loaded. A named folder that does not fit is an error; the shipped memory is left out and that is told."""
+        options = self.options
+        for memory in self._memories:
+            if misfit := memory.misfit(model_dir):
+                raise InvalidArgument(f"--memory {memory.folder}: {misfit}; `treadle engram grow` makes one for this model")
+        if options.engram_table is EngramTable.SHIPPED:
+            shipped = shipped_memory()
+            misfit = "the installed engram-pool comes without a memory" if shipped is None else shipped.misfit(model_dir)
+            if shipped is None or misfit:
+                self._tell_memory(f"{misfit}: not loaded")
+            else:
+                self._memories.insert(0, shipped)
+        names = [memory.name for memory in self._memories] + [SPEED_TABLE] * (options.engram_table is EngramTable.SPEED)
+        if options.default_memory and options.default_memory not in names:
+            raise InvalidArgument(f"--engram-default {options.default_memory}: not loaded; there is {', '.join(names) or 'none'}")
+
+    def _load(self, pool: str) -> None:
+        if self.options.engram_table is EngramTable.SPEED:
+            self._supervisor.run(jobs.load_speed_table(pool, self._model_dir))
+        for memory in self._memories:
+            self._supervisor.run(jobs.load_memory(pool, memory))
+
+    def _tell_refused(self, pool: str, worker: str) -> None:
+        """Say which of the memories the worker refuses: their sizes fit, something else does not."""
+        if not self._memories:
+            return
+        from treadle.client import Fabric  # gRPC takes 100 ms to import
+
+        with Fabric(worker=worker) as sdk:
+            refusals = {memory.model: memory.refusal for memory in sdk.worker.status().engram_models if memory.refusal}
+        for memory in self._memories:
+            if memory.name not in refusals:
+                continue
+            if str(memory.folder) in self.options.memories:
+                self._tell_memory(f"{memory.name} cannot be chosen: {refusals[memory.name]}")
+            else:
+                self._supervisor.run(jobs.remove_memory(pool, memory.name))
+                self._tell_memory(f"{memory.name} was made for {memory.made_for}: not loaded ({refusals[memory.name]})")
+
+    def _tell_memory(self, words: str) -> None:
+        self._heard(Event("done", MEMORY, words))
 
     def _gateway_ready(self) -> bool:
         try:
@@ -221,7 +202,7 @@ class FabricRun:
         if os.sep in self.options.model:
             raise NotFound(f"{model} is not a model folder: it has no config.json")
         self._served_as = self._served_as or self.options.model
-        return fetched_folder(self._supervisor.run(fetch_model(self.options.model)))
+        return jobs.fetched_folder(self._supervisor.run(jobs.fetch_model(self.options.model)))
 
     def _pool_spec(self) -> ServiceSpec:
         argv = (*service_module(POOL), "--segment-dir", str(self._segments))
@@ -232,10 +213,11 @@ class FabricRun:
         argv = (*service_module(WORKER), "--model", self._model_dir)
         argv += ("--served-model-name", self._served_as) if self._served_as else ()
         if pool:
-            argv += ("--engram-model", DEMO_TABLE, "--engram-pool", pool)
-            argv += ("--engram-transport", options.engram_transport, "--engram-fusion", options.engram_fusion)
+            argv += ("--engram-pool", pool, "--engram-transport", options.engram_transport)
+            argv += ("--engram-fusion", options.engram_fusion)
+            argv += ("--engram-model", options.default_memory) if options.default_memory else ()
         else:
-            argv += ("--engram-model", "none")
+            argv += ("--engram-transport", "off")
         return self._internal(WORKER, argv)
 
     def _gateway_spec(self, worker: str) -> ServiceSpec:
@@ -244,13 +226,13 @@ class FabricRun:
         if options.api_key_file:
             argv += ("--api-key-file", options.api_key_file)
         listen = join_address(options.host, options.gateway_port)
-        return ServiceSpec(GATEWAY, argv, listen, ready_seconds=options.ready_seconds, environment=child_environment())
+        return ServiceSpec(GATEWAY, argv, listen, ready_seconds=options.ready_seconds, environment=jobs.child_environment())
 
     def _internal(self, service: str, argv: tuple[str, ...]) -> ServiceSpec:
         base = self.options.port_base
         listen, metrics = (f"127.0.0.1:{base + offset if base else 0}" for offset in PORT_OFFSETS[service])
         return ServiceSpec(
-            service, argv, listen, metrics, ready_seconds=self.options.ready_seconds, environment=child_environment()
+            service, argv, listen, metrics, ready_seconds=self.options.ready_seconds, environment=jobs.child_environment()
         )
 
     def _heard(self, event: Event) -> None:
@@ -284,44 +266,9 @@ class FabricRun:
         return state
 
 
-def fetch_model(name: str) -> JobSpec:
-    """The job that puts a known model into the cache and prints where it is."""
-    argv = (*python_module("treadle.cli"), "model", "fetch", name, "--json")
-    return JobSpec("model-fetch", argv, FETCH_SECONDS_MAX, child_environment())
-
-
-def fetched_folder(output: bytes) -> str:
-    """The folder in what `treadle model fetch --json` printed. StartFailed if it is not there."""
-    try:
-        folder = str(json.loads(output)["path"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise StartFailed(f"`treadle model fetch --json` did not print a path: {output[:200]!r}") from error
-    return folder
-
-
-def load_demo_table(pool: str, model_dir: str) -> JobSpec:
-    """The job that loads seeded random rows for the demo profile into a pool."""
-    argv = (
-        *python_module("treadle.cli"), "pool", "load", DEMO_TABLE, "--random", "--profile", DEMO_TABLE,
-        "--tokenizer", str(Path(model_dir) / "tokenizer.json"), "--pool", pool, "--json",
-    )  # fmt: skip
-    return JobSpec("table-load", argv, LOAD_SECONDS_MAX, child_environment())
-
-
-def python_module(module: str) -> tuple[str, ...]:
-    """The command of a Python module in this environment."""
-    return (sys.executable, "-m", module)
-
-
 def service_module(service: str) -> tuple[str, ...]:
     """The command of one of our services, without its own settings."""
-    return (*python_module(MODULES[service]), "--drain-seconds", f"{SERVICE_DRAIN_SECONDS:g}")
-
-
-def child_environment() -> dict[str, str]:
-    """Our environment, with prompt output and one quiet compute thread (two spin against each other on a busy machine)."""
-    defaults = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    return defaults | dict(os.environ) | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return (*jobs.python_module(MODULES[service]), "--drain-seconds", f"{SERVICE_DRAIN_SECONDS:g}")
 
 
 def _record_of(service: Service) -> ServiceRecord:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _NOTES_OF_STAGE = {"ready": "no such process", "failing": "dies again and again; it goes on being started, its log says more"}
+VERSION_DIGITS_SHOWN = 12
 ASK_SECONDS = 2.0  # for one service; a busy machine answers in milliseconds
 
 
@@ -98,6 +99,11 @@ def _ask_worker(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
         "engram_fused": worker.engram_fused, "draining": worker.draining,
         "tickets": sum(layer.tickets for layer in worker.engram_layers),
         "tickets_in_time": sum(layer.tickets_in_time for layer in worker.engram_layers),
+        "memories": [
+            {"model": m.model, "version": m.version, "default": m.default, "open": m.open, "requests": m.requests, "tokens": m.tokens,
+             "transport": m.transport, "fused": m.fused, "refusal": m.refusal}
+            for m in worker.engram_models
+        ],
     }  # fmt: skip
 
 
@@ -149,6 +155,12 @@ def _print(state: FabricState | None, services: list[ServiceStatus], failure: Fa
     )
     if services:
         console.print(_table(services))
+    memories = [memory for service in services for memory in service.figures.get("memories", ())]
+    if named := [memory for memory in memories if memory["model"]]:
+        console.print(memory_table(named))
+    for memory in memories:
+        if memory["refusal"]:
+            console.print(f"{memory['model'] or 'memories'}: {memory['refusal']}", markup=False)
     for service in services:
         if service.note:
             console.print(f"{service.service}: {service.note}", markup=False)
@@ -167,6 +179,24 @@ def _table(services: list[ServiceStatus]) -> Table:
         uptime = "" if service.uptime_seconds is None else _duration(service.uptime_seconds)
         table.add_row(
             service.service, str(service.pid or ""), service.address, f"[{style}]{stage}[/]", uptime, str(service.restarts)
+        )  # fmt: skip
+    return table
+
+
+def memory_table(memories: Sequence[dict[str, Any]]) -> Table:
+    """What requests can choose, a line for each memory."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("memory", "version", "state", "requests", "tokens", "rows"):
+        table.add_column(column, justify="right" if column in ("requests", "tokens") else "left", no_wrap=column != "memory")
+    for memory in memories:
+        state = "refused" if memory["refusal"] else "open" if memory["open"] else "opens when first used"
+        rows = " ".join(filter(None, (memory["transport"], "added" if memory["fused"] else "shadowed")))
+        table.add_row(
+            memory["model"] + (" (default)" if memory["default"] else ""), memory["version"][:VERSION_DIGITS_SHOWN], state,
+            f"{memory['requests']:,}", f"{memory['tokens']:,}", rows,
         )  # fmt: skip
     return table
 

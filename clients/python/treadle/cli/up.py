@@ -6,6 +6,7 @@ Owns their options and what they print; the life of a fabric is in `fabric`, its
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,17 @@ import typer
 
 from treadle.cli import fabric
 from treadle.cli.background import BackgroundFabric
-from treadle.cli.fabric import EngramFusion, EngramTransport, FabricOptions, FabricRun
-from treadle.cli.gateway import first_key, served_model
+from treadle.cli.fabric import FabricRun
+from treadle.cli.fabric_options import (
+    DEFAULT_MODEL,
+    GATEWAY_PORT,
+    PORT_BASE,
+    EngramFusion,
+    EngramTable,
+    EngramTransport,
+    FabricOptions,
+)
+from treadle.cli.gateway import ServedName, first_key, served_names
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
 from treadle.cli.segments import sweep_abandoned
@@ -25,23 +35,38 @@ from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, stderr,
 from treadle.contract.errors import Unavailable
 
 DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # three services one after another, then files and locks
+MEMORIES_TOLD_MAX = 8  # in one line
 KILL_SECONDS = 5.0  # the kernel needs milliseconds, unless a disk hangs
 
 
 def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return once it is up; `treadle down` stops it.")] = False,
-    model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = fabric.DEFAULT_MODEL,
-    engram: Annotated[bool, typer.Option(help="Give the model Engram layers whose rows come from a pool.")] = True,
+    model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = DEFAULT_MODEL,
+    engram: Annotated[bool, typer.Option(help="Start a pool whose memories requests can choose.")] = True,
+    engram_table: Annotated[
+        EngramTable,
+        typer.Option(
+            help="shipped: load the memory that comes with treadle. speed: a large random table for every request, shadowed. none."
+        ),
+    ] = EngramTable.SHIPPED,
+    memory: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder that `treadle engram grow` wrote, to load; can be given several times.", exists=True, file_okay=False
+        ),
+    ] = None,
+    engram_default: Annotated[str, typer.Option(help="Memory of requests that choose none; not given: none.")] = "",
     engram_transport: Annotated[EngramTransport, typer.Option(help="How rows reach the worker.")] = EngramTransport.AUTO,
     engram_fusion: Annotated[
-        EngramFusion, typer.Option(help="shadow: compute all, add nothing. on: add the rows' part.")
-    ] = EngramFusion.SHADOW,
+        EngramFusion,
+        typer.Option(help="on: add the rows' part. shadow: compute all, add nothing. auto: on for memories that were grown."),
+    ] = EngramFusion.AUTO,
     served_model_name: Annotated[
         str, typer.Option(help="Name under which clients ask for the model; default: the model's own.")
     ] = "",
     host: Annotated[str, typer.Option(help="Address of the gateway. Beyond loopback it needs --api-key-file.")] = "127.0.0.1",
-    gateway_port: Annotated[int, typer.Option(help="Port of the gateway; 0: a free one.")] = fabric.GATEWAY_PORT,
-    port_base: Annotated[int, typer.Option(help="Base of the other services' ports; 0: free ones.")] = fabric.PORT_BASE,
+    gateway_port: Annotated[int, typer.Option(help="Port of the gateway; 0: a free one.")] = GATEWAY_PORT,
+    port_base: Annotated[int, typer.Option(help="Base of the other services' ports; 0: free ones.")] = PORT_BASE,
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with keys that the gateway accepts, one a line.", exists=True)
     ] = None,
@@ -50,8 +75,10 @@ def up(
 ) -> None:
     """Bring up pool, worker and gateway on this machine, and keep them up."""
     options = FabricOptions(
-        model=model, served_as=served_model_name, engram=engram, engram_transport=engram_transport, engram_fusion=engram_fusion, host=host,
-        gateway_port=gateway_port, port_base=port_base, ready_seconds=timeout,
+        model=model, served_as=served_model_name, engram=engram, engram_table=engram_table,
+        memories=tuple(str(folder.absolute()) for folder in memory or ()), engram_default=engram_default,
+        engram_transport=engram_transport, engram_fusion=engram_fusion, host=host, gateway_port=gateway_port, port_base=port_base,
+        ready_seconds=timeout,
         api_key_file=str(api_key_file.absolute()) if api_key_file else "",
     )  # fmt: skip
     folder = RunFolder(home())
@@ -76,9 +103,10 @@ def _print_up_in_foreground(folder: RunFolder, view: StepView, as_json: bool, st
 def print_up(folder: RunFolder, state: FabricState, as_json: bool, how_to_stop: str) -> None:
     """Say where everything is, for people or for programs."""
     key = first_key(state.api_key_file)
-    model = served_model(state.gateway_url, key)
+    names = served_names(state.gateway_url, key)
+    model = names[0].id
     if as_json:
-        print_json(up_document(folder, state, model))
+        print_json(up_document(folder, state, names))
         return
     from rich.markup import escape
 
@@ -88,6 +116,7 @@ def print_up(folder: RunFolder, state: FabricState, as_json: bool, how_to_stop: 
     for record in state.services:
         metrics = f"{state.gateway_url}/metrics" if record.service == fabric.GATEWAY else f"http://{record.metrics}/metrics"
         lines += [f"  {record.service:<18} {record.listen:<21} metrics {metrics}"]
+    lines += [f"  {'memories':<18} {escape(memory_line(names))}"] if state.service(fabric.POOL) else []
     lines += [f"  {'logs':<18} {escape(str(folder.logs))}", ""]
     for line in lines:
         console.print(line, soft_wrap=True)
@@ -102,11 +131,26 @@ def curl_lines(url: str, model: str, with_key: bool) -> list[str]:
     return [f"curl {url}/v1/chat/completions \\", "  -H 'Content-Type: application/json' \\", *key, f"  -d '{body}'"]
 
 
-def up_document(folder: RunFolder, state: FabricState, model: str) -> dict[str, Any]:
+def memory_line(names: Sequence[ServedName]) -> str:
+    """Which memories can be chosen and how, from what the gateway lists: the model first, then its aliases."""
+    base, aliases = names[0], [name for name in names[1:] if name.engram]
+    if not aliases:
+        return "none to choose; `treadle pool load --grown FOLDER` brings one, nothing has to restart"
+    told = ", ".join(name.engram for name in aliases[:MEMORIES_TOLD_MAX]) + (", …" if len(aliases) > MEMORIES_TOLD_MAX else "")
+    default = f"; {base.engram} unless they choose" if base.engram else ""
+    return f'{told}{default}: requests choose by "model": "{aliases[0].id}", people by treadle chat --engram {aliases[0].engram}'
+
+
+def up_document(folder: RunFolder, state: FabricState, names: Sequence[ServedName]) -> dict[str, Any]:
     """What `up --json` prints."""
+    memories = [
+        {"name": name.engram, "version": name.version, "model": name.id, "default": name.engram == names[0].engram}
+        for name in names[1:] if name.engram
+    ]  # fmt: skip
     return {
-        "gateway_url": state.gateway_url, "model": model, "model_dir": state.model_dir, "pid": state.supervisor.pid,
-        "segment_dir": state.segment_dir, "logs": str(folder.logs), "services": [asdict(record) for record in state.services],
+        "gateway_url": state.gateway_url, "model": names[0].id, "model_dir": state.model_dir, "pid": state.supervisor.pid,
+        "segment_dir": state.segment_dir, "logs": str(folder.logs), "memories": memories,
+        "services": [asdict(record) for record in state.services],
     }  # fmt: skip
 
 
