@@ -36,7 +36,7 @@ from treadle.client.engram import EngramHandle, StepPrefetcher, fake_handle
 from treadle.client.engram.sources import FakeSource
 from treadle.contract import EngramModel, Fusion, RowLayout, Table
 from treadle.contract.families import demo_model
-from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.contract.table_manifest import version_of_rows
 from treadle.nn import model_fetch
 from treadle.nn.demo_profile import smollm2_demo_template
 from treadle.nn.fusion import EngramFusion
@@ -142,12 +142,6 @@ def random_rows(model: EngramModel, seed: int = 3) -> dict[int, NDArray[np.uint8
         values = generator.standard_normal((model.rows_hashed(layer), model.row.dim), dtype=np.float32) * 0.055
         tables[layer] = (values.view(np.uint32) >> 16).astype("<u2").view(np.uint8)  # bf16 is the upper half of fp32
     return tables
-
-
-def version_of_rows(rows: NDArray[np.uint8]) -> str:
-    """A table's version, of one that is a single chunk."""
-    assert rows.nbytes <= CHUNK_BYTES
-    return table_version(len(rows), rows.shape[1], [sha256(rows.tobytes()).digest()])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from treadle.cli.segments import segment_dir
 from treadle.contract import EngramModel, Fusion, Table
 from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model
-from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.contract.table_manifest import version_of_rows
 
 HERE = Path(__file__).parent
 SERVICES = {"engram_pool": "engram-pool", "inference_worker": "inference-worker", "inference_gateway": "inference-gateway"}
@@ -144,7 +144,7 @@ def write_grown(folder: Path, name: str, *, hidden: int = 576, seed: int = 0) ->
         layer: chance.integers(0, 256, (sum(map(sum, template.primes[at])), template.row.bytes), dtype=np.uint8)
         for at, layer in enumerate(template.layers)
     }
-    model = template.with_tables({layer: Table(len(table), version_of(table)) for layer, table in rows.items()})
+    model = template.with_tables({layer: Table(len(table), version_of_rows(table)) for layer, table in rows.items()})
     folder.mkdir(parents=True)
     save_file({f"{layer}.rows": table for layer, table in rows.items()} | {"token_map": token_map}, folder / "rows.safetensors")
     (folder / "fusion.safetensors").write_bytes(b"weights")
@@ -152,13 +152,6 @@ def write_grown(folder: Path, name: str, *, hidden: int = 576, seed: int = 0) ->
     card = {"name": name, "version": model.version, "model": {"name": "fake-135m", "layers": 30, "hidden": hidden}}
     (folder / "card.json").write_text(json.dumps(card))
     return model
-
-
-def version_of(rows: np.ndarray[tuple[int, int], np.dtype[np.uint8]]) -> str:
-    """As a pool computes it."""
-    data = rows.tobytes()
-    digests = [hashlib.sha256(data[at : at + CHUNK_BYTES]).digest() for at in range(0, len(data), CHUNK_BYTES)]
-    return table_version(len(rows), rows.shape[1], digests)
 
 
 def _tokenizer() -> dict[str, Any]:

@@ -6,7 +6,6 @@ and nothing but the rows' places differs. Does not load it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from dataclasses import replace
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from treadle.cli.memories import CARD, MANIFEST, GrownMemory
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, NotFound, Table
-from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.contract.table_manifest import version_of_rows
 
 ROWS, FUSION = "rows.safetensors", "fusion.safetensors"
 ROWS_BYTES_MAX = 1 << 30  # all of it is held in memory once
@@ -35,7 +34,7 @@ def write_shuffled(source: Path, out: Path, *, name: str, seed: int = 0) -> Engr
     for layer, table in memory.model.tables:
         rows = _layer_rows(data, source / ROWS, layer, (table.rows, memory.model.row.bytes))
         rows[:] = rows[chance.permutation(table.rows)]
-        tables[layer] = Table(table.rows, _version_of(rows))
+        tables[layer] = Table(table.rows, version_of_rows(rows))
     model = replace(memory.model.template, name=name).with_tables(tables)
     try:
         out.mkdir(parents=True)
@@ -70,9 +69,3 @@ def _layer_rows(data: bytearray, path: Path, layer: int, shape: tuple[int, int])
         return np.frombuffer(data, dtype=np.uint8)[begin + first : begin + last].reshape(shape)
     except (ValueError, KeyError, TypeError) as error:
         raise DataLoss(f"{path}: the rows of layer {layer} cannot be found: {error!r}") from error
-
-
-def _version_of(rows: NDArray[np.uint8]) -> str:
-    flat = rows.reshape(-1).data
-    digests = [hashlib.sha256(flat[at : at + CHUNK_BYTES]).digest() for at in range(0, len(flat), CHUNK_BYTES)]
-    return table_version(len(rows), rows.shape[1], digests)

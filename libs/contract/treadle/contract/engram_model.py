@@ -97,10 +97,14 @@ def row_layout(precision: str, dim: int) -> RowLayout:
     """
     _expect(isinstance(precision, str) and precision in PRECISIONS, f"precision: one of {list(PRECISIONS)}, got {precision!r}")
     _expect(_is_int(dim, 1, ROW_BYTES_MAX), f"dim: 1 to {ROW_BYTES_MAX}, got {dim!r}")
-    if precision == "bf16":
-        return RowLayout(2 * dim, dim, "bf16")
-    dtype = "fp8_e4m3" if precision == "fp8" else "int4"
-    return RowLayout(dim * VALUE_BITS[dtype] // 8 + SCALE_BYTES["fp16"], dim, dtype, Scale("fp16", dim))
+    dtype = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "int4"}[precision]
+    scale = None if precision == "bf16" else Scale("fp16", dim)
+    size = dim * VALUE_BITS[dtype] // 8 + (0 if scale is None else SCALE_BYTES[scale.dtype])
+    _expect(
+        ROW_BYTES_MIN <= size <= ROW_BYTES_MAX,
+        f"dim: {dim} values in {precision} make rows of {size} bytes; rows have {ROW_BYTES_MIN} to {ROW_BYTES_MAX}",
+    )
+    return RowLayout(size, dim, dtype, scale)
 
 
 @dataclass(frozen=True, slots=True)

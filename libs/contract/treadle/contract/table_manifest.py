@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.version import version_of
 
@@ -24,3 +27,10 @@ def table_version(rows: int, row_bytes: int, chunk_digests: Sequence[bytes]) -> 
     return version_of({
         "schema": "treadle.engram-table/1", "rows": rows, "row_bytes": row_bytes, "chunk_bytes": CHUNK_BYTES, "content": content,
     })  # fmt: skip
+
+
+def version_of_rows(rows: NDArray[np.uint8]) -> str:
+    """Version of a table that is all in memory, uint8 [N, row_bytes]."""
+    flat = memoryview(np.ascontiguousarray(rows).reshape(-1).data)
+    digests = [hashlib.sha256(flat[at : at + CHUNK_BYTES]).digest() for at in range(0, len(flat), CHUNK_BYTES)]
+    return table_version(len(rows), rows.shape[1], digests)

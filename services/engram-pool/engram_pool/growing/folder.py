@@ -31,7 +31,7 @@ from engram_pool.growing.memory import FORM, Layer, Memory
 from treadle.contract import EngramModel, Fusion, Table
 from treadle.contract.engram_model import CARD_BYTES_MAX, row_layout
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound
-from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.contract.table_manifest import version_of_rows
 from treadle.kernels import dequantise, quantise
 from treadle.nn.fusion import FusionShape
 
@@ -59,7 +59,7 @@ def write(folder: Path, memory: Memory, precision: str, card: Mapping[str, Any])
     layout = row_layout(precision, memory.template.row.dim)
     rows = {layer: quantise(part.rows.numpy(), layout) for layer, part in memory.layers.items()}
     fusion = _fusion_bytes(memory)
-    tables = {layer: Table(len(table), _version_of(table)) for layer, table in rows.items()}
+    tables = {layer: Table(len(table), version_of_rows(table)) for layer, table in rows.items()}
     form = Fusion(FORM, hashlib.sha256(fusion).hexdigest())
     model = replace(memory.template, row=layout, fusion=form).with_tables(tables)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -108,7 +108,7 @@ def read(folder: Path) -> Grown:
 
 def _layer(folder: Path, model: EngramModel, layer: int, rows: NDArray[np.uint8], weights: Mapping[str, torch.Tensor]) -> Layer:
     table = model.table(layer)
-    if rows.shape != (table.rows, model.row.bytes) or _version_of(rows) != table.version:
+    if rows.shape != (table.rows, model.row.bytes) or version_of_rows(rows) != table.version:
         raise DataLoss(f"{folder / ROWS}: the rows of layer {layer} are not those that the manifest names")
     read_back = torch.from_numpy(dequantise(rows, model.row))
     return Layer(read_back, *(weights[f"{layer}.{name}"].to(torch.float32) for name in PROJECTIONS))
@@ -124,12 +124,6 @@ def _fusion_bytes(memory: Memory) -> bytes:
     }
     data: bytes = save_tensors(tensors, {"treadle": shape.to_json()})
     return data
-
-
-def _version_of(rows: NDArray[np.uint8]) -> str:
-    flat = memoryview(np.ascontiguousarray(rows).data).cast("B")
-    digests = [hashlib.sha256(flat[at : at + CHUNK_BYTES]).digest() for at in range(0, len(flat), CHUNK_BYTES)]
-    return table_version(len(rows), rows.shape[1], digests)
 
 
 def _bytes(path: Path) -> bytes:

@@ -158,7 +158,7 @@ def test_a_killed_growth_goes_on_and_ends_with_the_same_version(place: Path, mem
         (["grow", "--text", "text.txt", "--name", "x", "--layers", "1,99"], "the model has 4 layers"),
         (["grow", "--text", "text.txt", "--name", "x", "--layers", "one"], "--layers: numbers"),
         (["grow", "--text", "text.txt", "--name", "x", "--precision", "int3"], "precision"),
-        (["grow", "--text", "text.txt", "--name", "x", "--dim", "8"], "row.bytes: 16 to 4096"),
+        (["grow", "--text", "text.txt", "--name", "x", "--dim", "8"], "dim: 8 values in int4 make rows of 6 bytes"),
         (["grow", "--text", "text.txt", "--name", "x", "--device", "tpu"], "--device: cpu, cuda or cuda:N"),
         (["grow", "--text", "text.txt", "--name", "x", "--device", "cuda:99"], "sees"),
         (["grow", "--text", "text.txt", "--name", "none"], "means something else"),
