@@ -70,6 +70,10 @@ def test_each_group_gets_the_rows_of_its_own_memory(
         step.finish()
     assert prefetcher.figures(one)[4].row_bytes == 2 * 2 * 16 * 64
     assert prefetcher.figures(two)[1].tickets == 2
+    both = prefetcher.layer_figures()
+    assert {layer: (each.tickets, each.row_bytes) for layer, each in both.items()} == dict.fromkeys(
+        (1, 4), (4, 2 * (2 + 5) * 16 * 64)
+    )
 
 
 def test_many_memories_share_the_threads_of_one_queue(handles: Callable[..., EngramHandle]) -> None:
@@ -180,6 +184,7 @@ def test_a_handle_that_is_gone_leaves_no_records_behind(small: Any) -> None:
     gc.collect()
     assert gone() is None
     assert len(prefetcher._records) == 0
+    assert prefetcher.layer_figures()[1].tickets == 1  # what all have done together is kept
 
 
 def test_buffers_of_shapes_no_longer_in_use_are_let_go(small: Any, handles: Callable[..., EngramHandle]) -> None:

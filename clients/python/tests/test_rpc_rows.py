@@ -129,6 +129,14 @@ def test_a_layer_that_was_left_out_is_missing_not_zero(pool: tuple[ScriptedPool,
     assert rows[4].missing.all()
 
 
+def test_a_lookup_that_failed_says_why_also_where_its_rows_are_masked(pool: tuple[ScriptedPool, str], handle: EngramHandle) -> None:
+    pool[0].lookup = lambda _: iter([pb.LookupResponse(layer=1, data=DATA[1]), pb.LookupResponse(layer=4, data=b"short")])
+    rows = prefetch(handle, WaitPolicy(10, Late.MASK))
+    assert (rows[1].missing, rows[1].cause) == (None, None)
+    assert rows[4].missing is not None
+    assert isinstance(rows[4].cause, DataLoss)
+
+
 def test_a_layer_nobody_asked_for_is_data_loss(pool: tuple[ScriptedPool, str], handle: EngramHandle) -> None:
     pool[0].lookup = lambda _: iter([pb.LookupResponse(layer=9, data=DATA[1])])
     with pytest.raises(DataLoss, match="layer 9"):

@@ -20,6 +20,7 @@ from treadle.contract import (
 from treadle.contract.engram_model import PRECISIONS, row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, hash_multipliers, head_primes, qwen_ple_model
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.contract.version import is_version_prefix
 
 MAP = "ab" * 32
 BF16 = RowLayout(320, 160, "bf16")
@@ -188,6 +189,11 @@ def test_canonical_json_is_sorted_compact_utf8_without_floats() -> None:
     for bad in ({"a": 1.0}, {"a": [float("nan")]}, {"a": {1: 2}}, {"a": object()}):
         with pytest.raises(InvalidArgument):
             canonical_json(bad)
+
+
+def test_a_version_may_be_chosen_by_its_first_eight_digits_or_more() -> None:
+    assert all(is_version_prefix(text) for text in ("8dd46b5d", MAP, MAP[:9]))
+    assert not any(is_version_prefix(text) for text in ("", "8dd46b5", MAP + "0", "8DD46B5D", "8dd46b5g", "8dd46b5d\n"))
 
 
 def test_a_table_version_needs_every_chunk() -> None:

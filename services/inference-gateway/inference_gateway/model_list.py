@@ -35,7 +35,8 @@ def model_list(model: ServedModel, key_default: MemoryChoice | None) -> list[Mod
 def model_answer(model: ServedModel, asked: str, key_default: MemoryChoice | None) -> ModelAnswer:
     """The entry of the model or of an alias, under the name that was asked for.
 
-    Raises ModelNotFound for a name that is neither, or whose memory cannot be chosen or is not of that version now.
+    Raises ModelNotFound for a name that is neither, or whose memory cannot be chosen or is not of that version now, and
+    Unavailable while the worker does not know which memories there are.
     """
     given = key_default or WORKERS_DEFAULT
     alias = alias_choice(asked, model.name)

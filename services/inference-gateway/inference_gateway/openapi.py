@@ -27,7 +27,7 @@ _GENERATION_ERRORS = {
     "404": "The model is not served here, or there is no memory of that name for it.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
-    "502": "The worker failed.",
+    "502": "The worker failed, or the memory that was chosen is damaged.",
     "503": "No worker is ready, or too many requests are waiting; see Retry-After.",
     "504": "Not complete within the time limit.",
 }

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.responses import Response
 
 from inference_gateway.answer_models import ErrorAnswer
-from inference_gateway.domain.errors import BodyTooLarge, BodyTooSlow, ModelNotFound, PageRefused, RequestRefused
+from inference_gateway.domain.errors import BodyTooLarge, BodyTooSlow, MemoryDamaged, ModelNotFound, PageRefused, RequestRefused
 from treadle.contract.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -48,6 +48,7 @@ ERROR_KINDS: dict[type[Exception], ErrorKind] = {
     BodyTooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
     BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
     TreadleError: ErrorKind(502, "server_error", "worker_failed", message="the worker failed; the gateway's log has the details"),
+    MemoryDamaged: ErrorKind(502, "server_error", "engram_damaged"),  # says which, and why
     ResourceExhausted: ErrorKind(503, "server_error", "overloaded", retry=True),
     Unavailable: ErrorKind(503, "server_error", "unavailable", retry=True),
     DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),

@@ -206,12 +206,27 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.requests.append(request)
         self.timeouts.append(context.time_remaining())
         self.keys += [value for name, value in context.invocation_metadata() if name == "authorization"]
+        await self._check_memory(request, context)
         try:
             async for response in self.script(request, context):
                 yield response
         except (asyncio.CancelledError, GeneratorExit):  # while it made a message, or while one was on its way
             self.cancelled.set()
             raise
+
+    async def _check_memory(self, request: worker_pb2.GenerateRequest, context: Any) -> None:
+        """Refuse a memory that the status does not list, or lists with a refusal."""
+        name = request.engram.model
+        refusals = {memory.model: memory.refusal for memory in self.status["engram_models"]}
+        if not name or name == self.status["engram_model"]:
+            return
+        if name not in refusals:
+            there = ", ".join(repr(other) for other, refusal in refusals.items() if not refusal)
+            told = (("treadle-error", "NotFound"),)
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no memory {name!r} here; there are {there}", told)
+        if refusals[name]:
+            field = (("treadle-error", "FingerprintMismatch"), ("treadle-field", "token_map"))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusals[name], field)
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:  # noqa: N802
         return worker_pb2.StatusResponse(**self.status)

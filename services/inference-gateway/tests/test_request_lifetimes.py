@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from inference_gateway.domain import served_model
 from inference_gateway.domain.api_keys import ANYBODY
 from inference_gateway.domain.errors import ClientLeft, MemoryRefused, ModelNotFound, RequestRefused, WorkerLost
 from inference_gateway.domain.generating import Generating
@@ -243,51 +242,22 @@ def wish_of(model: str = "m", engram: MemoryChoice | None = None) -> Wish:
     return replace(WISH, model=model, memory=MemoryWish(engram))
 
 
-async def test_a_memory_that_has_just_come_is_found_by_the_request_that_names_it() -> None:
+async def test_a_memory_that_is_not_known_is_the_workers_to_find_and_is_listed_soon() -> None:
     worker, opened = FakeWorker(), list[str]()
     worker.fails.clear()
     watch = watch_of(worker, opened)
     polling = asyncio.create_task(watch.run())
-    generating = Generating(worker, watch, in_thread)
     try:
-        await watch.refreshed()
-        polls = worker.polls
+        await watch.confirmed()
         worker.memories = [Memory("kjv", "1b" * 32)]
-        plan = await generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
+        worker.asked.clear()
+        plan = await Generating(worker, watch, in_thread).plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
         assert plan.generation.engram == MemoryChoice("kjv")
-        assert worker.polls == polls + 1
-        await generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
-        assert worker.polls == polls + 1  # what is known is not asked for
+        assert plan.uses_memory
+        await asyncio.wait_for(worker.asked.wait(), 10)  # the next poll by itself would be in a minute
         assert opened == ["m"]  # a memory that comes changes nothing about the tokenizer
     finally:
         polling.cancel()
-
-
-async def test_requests_that_name_a_memory_that_is_not_there_share_one_poll() -> None:
-    worker = FakeWorker()
-    worker.fails.clear()
-    watch = watch_of(worker)
-    polling = asyncio.create_task(watch.run())
-    generating = Generating(worker, watch, in_thread)
-    try:
-        await watch.refreshed()
-        polls = worker.polls
-        plans = [generating.plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY) for _ in range(8)]
-        refused = await asyncio.gather(*plans, return_exceptions=True)
-        assert {type(error) for error in refused} == {ModelNotFound}
-        assert worker.polls == polls + 1
-    finally:
-        polling.cancel()
-
-
-async def test_a_memory_cannot_be_confirmed_while_the_worker_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(served_model, "CONFIRM_SECONDS_MAX", 0.01)
-    worker = FakeWorker()
-    worker.fails.clear()
-    watch = watch_of(worker)
-    await watch.poll()  # and nobody polls again
-    with pytest.raises(Unavailable, match="did not say in time"):
-        await Generating(worker, watch, in_thread).plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +276,7 @@ async def test_a_memory_that_went_is_refused_by_how_it_was_chosen_and_the_worker
     watch = watch_of(worker)
     polling = asyncio.create_task(watch.run())
     try:
-        await watch.refreshed()
+        await watch.confirmed()
         generating = Generating(worker, watch, in_thread)
         plan = await generating.plan(wish, request_id="r", caller=ANYBODY)
         worker.refuses = MemoryRefused("gone")

@@ -22,9 +22,10 @@ if TYPE_CHECKING:  # all of these import torch, which must find its thread setti
 
     from inference_worker.adapters.engram_pool import PoolOfMemories
     from inference_worker.adapters.prometheus import WorkerMetrics
-    from inference_worker.domain.catalogue import Catalogue, NoCatalogue
+    from inference_worker.domain.catalogue import Catalogue
     from inference_worker.domain.engine import Engine
     from inference_worker.domain.memory_opening import Opener
+    from inference_worker.domain.memory_status import NoCatalogue
     from inference_worker.server import ModelCard
     from treadle.nn.config import ModelConfig
 
@@ -109,8 +110,9 @@ def _memories(settings: Settings, config: ModelConfig, folder: Path, metrics: Wo
     """The memories of the settings' pool, its list watched, the default one open."""
     from inference_worker.adapters.engram_pool import PoolOfMemories, read_key
     from inference_worker.adapters.pool_watch import PoolWatch
-    from inference_worker.domain.catalogue import Catalogue, NoCatalogue
+    from inference_worker.domain.catalogue import Catalogue
     from inference_worker.domain.memory_opening import FusionFile, Opener
+    from inference_worker.domain.memory_status import NoCatalogue
     from inference_worker.domain.resident_versions import Choice
     from treadle.client.endpoint import Endpoint
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import grpc
 
-from inference_worker.domain.catalogue import Catalogue, MemoryStatus, NoCatalogue
+from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine_thread import EngineThread
 from inference_worker.domain.errors import MemoryMissing, StepFailed
 from inference_worker.domain.lease import Lease
+from inference_worker.domain.memory_status import MemoryStatus, NoCatalogue
 from inference_worker.domain.ports import LayerFigures
 from inference_worker.domain.request import Finish, FinishReason, Piece, Request, Sampling, TokenLogprob
 from inference_worker.domain.resident_versions import Choice
@@ -109,8 +110,8 @@ class WorkerServer(pb_grpc.WorkerServiceServicer):
         if memory is not None:
             status.engram_model, status.engram_version = memory.model.name, memory.version
             status.engram_transport, status.engram_fused = memory.transport, memory.fused
-            figures = engine.prefetcher.figures(memory.handle) if engine.prefetcher is not None else {}
-            status.engram_layers.extend(_write_figures(layer, of_layer) for layer, of_layer in figures.items())
+        figures = engine.prefetcher.layer_figures() if engine.prefetcher is not None else {}
+        status.engram_layers.extend(_write_figures(layer, of_layer) for layer, of_layer in figures.items())
         status.engram_models.extend(_write_memory(each) for each in self._memories.memories())
         return status
 

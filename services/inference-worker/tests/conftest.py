@@ -184,6 +184,7 @@ class FakePool:
     """A pool in this process, whose openings fail or hang as a test wishes.
 
     failures: what an opening of a name raises; hanging: openings of a name wait until the event is set
+    listed:   how often it was asked what it holds; silent: what it raises then; hanging_lists: it answers once the event is set
     """
 
     address = "fake:1"
@@ -197,6 +198,9 @@ class FakePool:
         self.failures: dict[str, Exception] = {}
         self.hanging: dict[str, threading.Event] = {}
         self.delay_seconds = 0.0  # of rows
+        self.listed = 0
+        self.silent: Exception | None = None
+        self.hanging_lists: threading.Event | None = None
 
     def grow(self, name: str, seed: int = 0, form: str = "v4.1") -> GrownVersion:
         """Add a version of a memory, the current one from now on."""
@@ -205,9 +209,12 @@ class FakePool:
         weights = EngramFusion.build(template, HIDDEN, seed, delta_rms=1.0).to(torch.bfloat16).to_bytes()
         model = replace(template, fusion=Fusion(form, sha256(weights).hexdigest()))
         model = model.with_tables({layer: Table(len(rows), version_of_rows(rows)) for layer, rows in tables.items()})
-        grown = GrownVersion(model, tables, weights)
-        self._versions[name, grown.version] = grown
-        self.promote(name, grown.version)
+        return self.put(GrownVersion(model, tables, weights))
+
+    def put(self, grown: GrownVersion) -> GrownVersion:
+        """Hold a version, the current one of its name from now on."""
+        self._versions[grown.model.name, grown.version] = grown
+        self.promote(grown.model.name, grown.version)
         return grown
 
     def promote(self, name: str, version: str) -> None:
@@ -221,7 +228,12 @@ class FakePool:
         self._versions = {key: grown for key, grown in self._versions.items() if key[0] != name}
 
     def resident(self) -> list[GrownVersion]:
-        """What it holds."""
+        """See MemoryPool."""
+        self.listed += 1
+        if self.hanging_lists is not None:
+            assert self.hanging_lists.wait(30)
+        if self.silent is not None:
+            raise self.silent
         return list(self._versions.values())
 
     def open(self, model: str, version: str) -> CountedHandle:

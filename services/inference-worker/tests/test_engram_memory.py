@@ -18,7 +18,7 @@ from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
 from inference_worker.domain.engram_step import EngramStep, groups_of, windows_of
-from inference_worker.domain.errors import MemoryMissing
+from inference_worker.domain.errors import MemoryMissing, StepFailed
 from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
@@ -27,7 +27,9 @@ from inference_worker.domain.request import Piece, Request, Sampling
 from inference_worker.domain.scheduler import Slot
 from inference_worker.domain.sequence import Sequence
 from inference_worker.domain.text import TextStream, Vocabulary
-from treadle.client.engram import GroupRows, StepPrefetcher, fake_handle
+from treadle.client.engram import EngramHandle, GroupRows, StepPrefetcher, fake_handle
+from treadle.client.engram.sources import FakeSource
+from treadle.client.engram.ticket import LayerTicket
 from treadle.contract import (
     Deadline,
     EngramModel,
@@ -37,11 +39,14 @@ from treadle.contract import (
     InvalidArgument,
     Late,
     RowLayout,
+    RowOutOfRange,
+    TreadleError,
     Unavailable,
     WaitPolicy,
     Windows,
 )
 from treadle.contract.families import demo_model, qwen_ple_model
+from treadle.dataplane import DeadlineQueue
 from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
 from treadle.nn.token_map import token_map_digest
@@ -251,6 +256,9 @@ class DeadPool:
     def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
         return {}
 
+    def layer_figures(self) -> Mapping[int, LayerFigures]:
+        return {}
+
 
 def test_a_pool_that_is_gone_degrades_and_does_not_fail_the_step(
     engines: MakeEngine, memories: Callable[..., EngramMemory], ask: Ask, prompt: Prompt
@@ -265,6 +273,81 @@ def test_a_pool_that_is_gone_degrades_and_does_not_fail_the_step(
     assert [(ticket.transport, ticket.gather_outcome, ticket.rows) for ticket in report.layers] == [("fake", "failed", 0)] * 2
     assert isinstance(proud.error, MemoryMissing)
     assert "layer 1: 80 rows missing (no pool)" in str(proud.error)
+
+
+class EndingSource(FakeSource):
+    """A source whose lookups begin, and end with an error."""
+
+    def __init__(self, tiny_engram: TinyEngram, error: TreadleError) -> None:
+        model, token_map, tables = tiny_engram
+        super().__init__(model, tables, token_map, 0.0)
+        self._error = error
+
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Any], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
+        return {
+            layer: EndingTicket(ticket, self._error) for layer, ticket in super().submit(windows, outs, deadlines, queue).items()
+        }
+
+
+class EndingTicket:
+    """A ticket of which nothing came."""
+
+    def __init__(self, ticket: LayerTicket, error: TreadleError) -> None:
+        self._ticket, self._error, self.deadline, self.submitted_ns = ticket, error, ticket.deadline, ticket.submitted_ns
+        self.started_ns, self.finished_ns, self.done = ticket.submitted_ns, 0, False
+
+    def wait(self, seconds: float) -> bool:
+        raise self._error
+
+    def cancel(self) -> NDArray[np.bool_]:
+        return np.zeros_like(self._ticket.cancel())
+
+    def fileno(self) -> int:
+        return self._ticket.fileno()
+
+    def close(self) -> None:
+        self._ticket.close()
+
+
+@pytest.fixture
+def ending(tiny: CausalLM, tiny_engram: TinyEngram) -> Callable[[TreadleError], EngramMemory]:
+    """Makes memories whose lookups begin, and end with an error."""
+
+    def make(error: TreadleError) -> EngramMemory:
+        model = tiny_engram[0]
+        handle = EngramHandle(model, model.version, EndingSource(tiny_engram, error))
+        return EngramMemory(handle, fusion_of(model, tiny.config.hidden, None), fused=True)
+
+    return make
+
+
+def test_a_lookup_that_ends_with_an_error_is_told_as_such_and_not_as_slow(
+    engines: MakeEngine, ending: Callable[[TreadleError], EngramMemory], prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = ending(Unavailable("the pool is gone"))
+    engine, proud, humble = engines(memory), Answer(), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=4), policy=WaitPolicy(0.1, Late.FAIL)), proud)
+    engine.submit(Request(prompt(20, 1), Sampling(max_tokens=4, ignore_eos=True), policy=WaitPolicy(0.1)), humble)
+    reports = run_until_done(engine, [proud, humble])
+    assert isinstance(proud.error, MemoryMissing)
+    assert "80 rows missing (the pool is gone)" in str(proud.error)
+    assert humble.piece.degraded
+    assert {ticket.gather_outcome for report in reports for ticket in report.layers} == {"failed"}
+    told = [record for record in caplog.records if "engram rows" in record.message]
+    assert [(record.__dict__["model"], record.__dict__["reason"]) for record in told] == [
+        ("tiny", "the pool is gone")
+    ]  # of 8 tickets
+
+
+def test_a_lookup_that_began_and_met_a_bug_fails_its_step_and_is_not_masked(
+    engines: MakeEngine, ending: Callable[[TreadleError], EngramMemory], prompt: Prompt
+) -> None:
+    engine, answer = engines(ending(RowOutOfRange("row 999"))), Answer()
+    engine.submit(Request(prompt(20), Sampling(max_tokens=2, ignore_eos=True)), answer)
+    run_until_done(engine, [answer])
+    assert isinstance(answer.error, StepFailed)
 
 
 def test_reports_and_figures_tell_each_layers_tickets(

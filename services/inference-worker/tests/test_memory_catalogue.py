@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from inference_worker.domain.catalogue import Catalogue, NoCatalogue
+from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.memory_opening import FusionFile, Opener
+from inference_worker.domain.memory_status import NoCatalogue
 from inference_worker.domain.resident_versions import TOLD_MAX, Choice
 from treadle.contract import (
     DataLoss,
@@ -117,6 +118,41 @@ def test_an_opening_that_fails_is_told_to_those_who_waited_and_tried_again_by_th
     assert counts.outcomes == ["failed", "ok"]
 
 
+def test_a_damaged_version_stands_as_refused_until_it_opens_or_another_comes(
+    fake_pool: Pool, catalogues: Make, take: Take, soon: Soon
+) -> None:
+    old = fake_pool.grow("kjv")
+    fake_pool.grow("law", seed=2)
+    catalogue = catalogues()
+
+    def refusals() -> dict[str, str]:
+        return {memory.model: memory.refusal for memory in catalogue.memories()}
+
+    fake_pool.failures["kjv"] = DataLoss("fusion.safetensors: checksum")
+    told = f"engram memory 'kjv', version {old.version}, is damaged: fusion.safetensors: checksum; load it into the pool again"
+    with pytest.raises(DataLoss) as refused:
+        take(catalogue, "kjv")
+    assert str(refused.value) == told
+    assert refusals() == {"kjv": told, "law": ""}
+    catalogue.update(fake_pool.resident())
+    assert refusals()["kjv"] == told
+    with pytest.raises(NotFound, match=r"there is 'law'$"):
+        take(catalogue, "bible")
+    fake_pool.failures.clear()
+    assert take(catalogue, "kjv").memory is not None  # repaired
+    assert refusals()["kjv"] == ""
+
+    fake_pool.failures["law"] = DataLoss("torn")
+    with pytest.raises(DataLoss):
+        take(catalogue, "law")
+    fake_pool.failures["law"] = Unavailable("gone")  # this says nothing about the new version
+    fake_pool.grow("law", seed=3)
+    catalogue.update(fake_pool.resident())
+    with pytest.raises(Unavailable):
+        take(catalogue, "law")
+    assert refusals()["law"] == ""
+
+
 def test_weights_that_are_not_the_manifests_leave_no_handle_open(
     fake_pool: Pool, catalogues: Make, take: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,22 +164,23 @@ def test_weights_that_are_not_the_manifests_leave_no_handle_open(
     assert fake_pool.closed == [("kjv", kjv.version)]
 
 
-def test_what_is_not_there_is_refused_naming_what_is(fake_pool: Pool, catalogues: Make) -> None:
+def test_what_is_not_there_is_refused_naming_what_is(fake_pool: Pool, catalogues: Make, take: Take) -> None:
     catalogue = catalogues()
     with pytest.raises(NotFound, match="there is none to choose"):
-        catalogue.take(Choice("kjv"))
+        take(catalogue, "kjv")
     kjv = fake_pool.grow("kjv")
     fake_pool.grow("law")
     catalogue.update(fake_pool.resident())
-    with pytest.raises(NotFound, match=r"'bible' is not in the pool at fake:1; there are 'kjv', 'law'"):
-        catalogue.take(Choice("bible"))
+    with pytest.raises(NotFound, match=r"there is no memory 'bible' here; there are 'kjv', 'law'"):
+        take(catalogue, "bible")
     with pytest.raises(NotFound, match=kjv.version):
-        catalogue.take(Choice("kjv", "0" * 12))
+        take(catalogue, "kjv", "0" * 12)
     for number in range(TOLD_MAX):
         fake_pool.grow(f"m{number}", seed=number)
     catalogue.update(fake_pool.resident())
-    with pytest.raises(NotFound, match="and 2 more"):
-        catalogue.take(Choice("bible"))
+    with pytest.raises(NotFound, match="and 2 more") as refused:
+        take(catalogue, "x" * 5000)
+    assert len(str(refused.value)) < 1000
 
 
 def test_a_version_may_be_named_by_its_beginning(fake_pool: Pool, catalogues: Make, take: Take) -> None:
@@ -159,13 +196,12 @@ def test_a_version_may_be_named_by_its_beginning(fake_pool: Pool, catalogues: Ma
 
 
 def test_a_memory_for_another_language_model_is_refused_by_field_and_listed_with_the_reason(
-    fake_pool: Pool, catalogues: Make
+    fake_pool: Pool, catalogues: Make, take: Take
 ) -> None:
     kjv = fake_pool.grow("kjv")
-    foreign = replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64))
-    formless = replace(kjv, model=replace(kjv.model, name="formless", fusion=None))
+    fake_pool.put(replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64)))
+    fake_pool.put(replace(kjv, model=replace(kjv.model, name="formless", fusion=None)))
     catalogue = catalogues()
-    catalogue.update([kjv, foreign, formless])
     for name, field in (("foreign", "token_map"), ("formless", "fusion")):
         with pytest.raises(FingerprintMismatch) as refused:
             catalogue.take(Choice(name))
@@ -176,7 +212,7 @@ def test_a_memory_for_another_language_model_is_refused_by_field_and_listed_with
         "kjv": False,
     }
     with pytest.raises(NotFound, match=r"there is 'kjv'$"):
-        catalogue.take(Choice("bible"))
+        take(catalogue, "bible")
 
 
 def test_a_pool_that_never_answered_is_named_with_the_reason_and_what_it_said_last_is_kept(
@@ -223,6 +259,20 @@ def test_a_new_version_is_what_new_requests_get_and_the_old_one_goes_with_its_la
     assert back.version == old.version
 
 
+def test_the_new_version_of_a_memory_that_is_open_and_idle_is_opened_ahead(
+    fake_pool: Pool, catalogues: Make, take: Take, soon: Soon
+) -> None:
+    old = fake_pool.grow("kjv")
+    fake_pool.grow("law", seed=2)
+    catalogue = catalogues()
+    take(catalogue, "kjv").release()
+    new = fake_pool.grow("kjv", seed=1)
+    fake_pool.grow("law", seed=3)
+    catalogue.update(fake_pool.resident())
+    soon(lambda: fake_pool.opened == [("kjv", old.version), ("kjv", new.version)])  # and law, which was not open, is not
+    soon(lambda: fake_pool.closed == [("kjv", old.version)])
+
+
 def test_an_old_version_chosen_by_its_number_goes_with_its_request(
     fake_pool: Pool, catalogues: Make, take: Take, soon: Soon
 ) -> None:
@@ -244,7 +294,7 @@ def test_a_memory_that_disappears_stays_for_those_who_use_it(fake_pool: Pool, ca
     catalogue.update(fake_pool.resident())
     soon(lambda: [name for name, _ in fake_pool.closed] == ["law"])
     with pytest.raises(NotFound):
-        catalogue.take(Choice("kjv"))
+        take(catalogue, "kjv")
     assert names(catalogue) == []
     running.release()
     soon(lambda: ("kjv", kjv.version) in fake_pool.closed)
@@ -345,7 +395,14 @@ def test_a_default_outlives_its_pool_and_its_removal(fake_pool: Pool, with_defau
     fake_pool.remove("kjv")
     catalogue.update(fake_pool.resident())
     assert version_of_default(catalogue) == kjv.version
-    assert names(catalogue) == ["kjv"]
+    (status,) = catalogue.memories()
+    assert (status.model, status.version, status.refusal) == ("kjv", kjv.version, "")
+    for version in ("", kjv.version[:8]):  # what is listed can be chosen
+        assert take(catalogue, "kjv", version).memory is catalogue.default_memory
+    with pytest.raises(NotFound):
+        take(catalogue, "kjv", "0" * 12)
+    with pytest.raises(InvalidArgument):
+        take(catalogue, "kjv", kjv.version[:2])
 
 
 def test_a_catalogue_that_closes_closes_what_it_opened_and_tells_who_waits(
@@ -389,17 +446,17 @@ def test_choices_in_vain_are_counted_by_reason_and_a_pool_that_is_lost_is_seen(
     kjv = fake_pool.grow("kjv")
     counts = Counts()
     catalogue = catalogues(observer=counts, open_max=1, heard=False)
-    foreign = replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64))
-    law = fake_pool.grow("law", seed=1)
+    fake_pool.put(replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64)))
+    fake_pool.grow("law", seed=1)
     assert not catalogue.pool_answers
     with pytest.raises(Unavailable):
         catalogue.take(Choice("kjv"))
-    catalogue.update([kjv, law, foreign])
+    catalogue.update(fake_pool.resident())
     assert catalogue.pool_answers
     take(catalogue, "kjv")
-    for wrong in (Choice("bible"), Choice("foreign"), Choice("law"), Choice("kjv", "no-digits")):
+    for wrong in (("bible",), ("foreign",), ("law",), ("kjv", "no-digits")):
         with pytest.raises(TreadleError):
-            catalogue.take(wrong)
+            take(catalogue, *wrong)
     assert counts.refusals == ["no_pool", "unknown", "misfit", "full", "wrong"]
     catalogue.lost("")
     assert not catalogue.pool_answers

@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
 from inference_worker.adapters.prometheus import WorkerMetrics
-from inference_worker.domain.catalogue import Catalogue, NoCatalogue
+from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.engine_thread import EngineThread
 from inference_worker.domain.engram import EngramMemory, fusion_of
 from inference_worker.domain.limits import Limits
+from inference_worker.domain.memory_status import NoCatalogue
 from inference_worker.domain.request import Piece, TokenLogprob
 from inference_worker.domain.resident_versions import Choice
 from inference_worker.domain.text import Vocabulary
@@ -283,7 +284,30 @@ async def test_a_request_chooses_its_memory_and_status_lists_them(
     listed = [(each.model, each.version, each.default, each.open, each.requests, each.tokens) for each in status.engram_models]
     assert listed == [("kjv", kjv.version, False, True, 0, 17), ("law", law.version, False, False, 0, 0)]
     assert [(each.transport, each.fused, each.refusal) for each in status.engram_models] == [("fake", True, ""), ("", True, "")]
-    assert (status.engram_model, len(status.engram_layers)) == ("", 0)  # those are the default's
+    assert status.engram_model == ""  # there is no default
+    assert [(layer.layer, layer.tickets) for layer in status.engram_layers] == [(1, 8), (2, 8)]  # of all memories
+
+
+async def test_tickets_of_all_memories_are_summed_by_layer(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue]
+) -> None:
+    for seed, name in enumerate(("kjv", "law")):
+        fake_pool.grow(name, seed)
+    async with serve(catalogues(open_max=1)) as (worker, _):
+        for name in ("kjv", "law"):  # the second closes the first
+            await whole(worker, choosing(name))
+        status = await worker.status()
+    assert [(layer.layer, layer.tickets) for layer in status.engram_layers] == [(1, 16), (2, 16)]
+    assert sum(layer.row_bytes for layer in status.engram_layers) == 2 * 2 * 17 * 4 * 32
+
+
+async def test_a_memory_is_had_at_once_after_its_load_though_the_watch_is_silent(
+    serve: Serve, fake_pool: Any, catalogues: Callable[..., Catalogue]
+) -> None:
+    async with serve(catalogues()) as (worker, _):
+        kjv = fake_pool.grow("kjv")
+        (report,) = (await whole(worker, choosing("kjv")))[-1].memory
+    assert report.version == kjv.version
 
 
 async def test_a_choice_that_cannot_be_had_is_refused_with_its_own_code(
@@ -291,16 +315,16 @@ async def test_a_choice_that_cannot_be_had_is_refused_with_its_own_code(
 ) -> None:
     kjv = fake_pool.grow("kjv")
     fake_pool.failures["broken"] = DataLoss("torn")
-    broken = fake_pool.grow("broken", seed=1)
-    catalogue = catalogues()
-    foreign = replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64))
-    catalogue.update([kjv, broken, foreign])
-    async with serve(catalogue) as (worker, engine):
+    fake_pool.grow("broken", seed=1)
+    fake_pool.put(replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64)))
+    async with serve(catalogues()) as (worker, engine):
         for name, error, words in (
-            ("bible", NotFound, "'broken', 'kjv'"), ("foreign", FingerprintMismatch, "token_map"), ("broken", DataLoss, "torn"),
+            ("bible", NotFound, "'broken', 'kjv'"), ("foreign", FingerprintMismatch, "token_map"), ("broken", DataLoss, "'broken'.*torn"),
         ):  # fmt: skip
             with pytest.raises(error, match=words):
                 await whole(worker, choosing(name))
+        (listed,) = [each for each in (await worker.status()).engram_models if each.model == "broken"]
+        assert "torn" in listed.refusal
         with pytest.raises(InvalidArgument, match=r"engram\.version"):
             await whole(worker, choosing("kjv", "abc"))
         assert engine.totals.steps == 0
@@ -366,7 +390,7 @@ async def test_metrics_count_openings_and_open_memories_without_naming_any(
     assert opens == [1, 1]
     assert registry.get_sample_value("treadle_worker_engram_open_seconds_count") == 2
     with pytest.raises(NotFound):
-        catalogue.take(Choice("bible"))
+        take(catalogue, "bible")
     assert registry.get_sample_value("treadle_worker_engram_choices_refused_total", {"reason": "unknown"}) == 1
     assert registry.get_sample_value("treadle_worker_engram_memories_open") == 1
     assert registry.get_sample_value("treadle_worker_engram_pool_answers") == 1

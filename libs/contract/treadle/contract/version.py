@@ -11,6 +11,8 @@ from typing import Any
 from treadle.contract.errors import InvalidArgument
 
 _VERSION = re.compile(r"[0-9a-f]{64}")
+_VERSION_PREFIX = re.compile(r"[0-9a-f]{8,64}")
+VERSION_PREFIX_FORM = "8 to 64 hexadecimal digits"  # the words for it, in refusals
 RESERVED_NAMES = ("none", "default")  # what a request says instead of a model's name
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,127}")
 
@@ -37,6 +39,11 @@ def check_version(text: str) -> str:
     if not _VERSION.fullmatch(text):
         raise InvalidArgument(f"a version is 64 hexadecimal digits, got {text!r}")
     return text
+
+
+def is_version_prefix(text: str) -> bool:
+    """Whether `text` can be the beginning of a version by which a request chooses it: eight digits tell a pool's versions apart."""
+    return _VERSION_PREFIX.fullmatch(text) is not None
 
 
 def check_name(text: str) -> str:

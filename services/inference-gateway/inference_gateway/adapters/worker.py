@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import cast
 
-from inference_gateway.domain.errors import MemoryRefused, RequestRefused, WorkerLost
+from inference_gateway.domain.errors import MemoryDamaged, MemoryRefused, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import (
     FinishReason,
     Generation,
@@ -28,6 +28,7 @@ from treadle.client.worker import AsyncWorker
 from treadle.contract import Late
 from treadle.contract.errors import (
     AccessDenied,
+    DataLoss,
     DeadlineExceeded,
     FingerprintMismatch,
     InvalidArgument,
@@ -61,6 +62,8 @@ class RpcWorker:
             async for response in stream:
                 yield piece_of(response)
         except TreadleError as error:
+            if generation.engram.name and isinstance(error, DataLoss):
+                raise MemoryDamaged(str(error)) from error
             if generation.engram.name and _is_about_memory(error):
                 raise MemoryRefused(str(error)) from error
             raise self._for_strangers(error) from error

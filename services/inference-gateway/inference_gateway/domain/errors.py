@@ -8,6 +8,7 @@ NotFound
 Unavailable
 └── WorkerLost             what the worker runs must be asked again             503
 TreadleError
+├── MemoryDamaged          the memory that was chosen is there and cannot be read    502
 ├── PageRefused            a web page called a gateway without keys             403
 ├── BodyTooLarge           more bytes than body_bytes_max                       413
 ├── BodyTooSlow            it did not arrive within body_seconds_max            408
@@ -34,6 +35,14 @@ class ModelNotFound(NotFound):
 
 class MemoryRefused(NotFound):
     """The worker does not have the memory that a request chose, or it does not fit the model; the message is the worker's."""
+
+
+class MemoryDamaged(TreadleError):
+    """The memory that a request chose is there, and its bytes are not what they should be. `param` names what chose it."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class WorkerLost(Unavailable):

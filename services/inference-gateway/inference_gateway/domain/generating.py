@@ -11,9 +11,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 
 from inference_gateway.domain.api_keys import Caller
-from inference_gateway.domain.errors import MemoryRefused, RequestRefused, WorkerLost
+from inference_gateway.domain.errors import MemoryDamaged, MemoryRefused, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import ChatPrompt, Generation, Piece, Prompt, TextPrompt, Wish
-from inference_gateway.domain.memories import Chosen, alias_choice, choose, refusal, uses_memory, why_not
+from inference_gateway.domain.memories import Chosen, alias_choice, choose, damaged, find, refusal, uses_memory
 from inference_gateway.domain.ports import InThread, Worker
 from inference_gateway.domain.served_model import ServedModel, WorkerWatch
 from treadle.contract import Deadline
@@ -68,22 +68,21 @@ class Generating:
         except WorkerLost:
             self._watch.lost()
             raise
-        except MemoryRefused as error:  # it went, or changed, after the last poll
+        except MemoryRefused as error:
             self._watch.look_again()
             raise refusal(plan.chosen, plan.asked_model, f"the worker cannot use it: {error}") from error
+        except MemoryDamaged as error:
+            self._watch.look_again()
+            raise damaged(plan.chosen, f"the worker cannot use it: {error}") from error
         if not complete:
             raise Unavailable("the worker ended its stream without a last message")
 
     async def _settled(self, wish: Wish, caller: Caller) -> tuple[ServedModel, Chosen]:
-        """The model, and the memory to use with it. One that is not known is looked for once more: it may just have come."""
+        """The model, and the memory to use with it. Whether that is there the worker decides, who hears of changes first."""
         model = await self._watch.confirmed()
-        chosen = _chosen(wish, caller, model)
-        if why_not(chosen.memory, model.memories) is not None:
-            model = await self._watch.refreshed()
-            chosen = _chosen(wish, caller, model)
-            reason = why_not(chosen.memory, model.memories)
-            if reason is not None:
-                raise refusal(chosen, wish.model, reason)
+        chosen = choose(wish.memory.engram, alias_choice(wish.model, model.name), caller.memory, model.memories)
+        if chosen.memory.name and find(chosen.memory.name, model.memories) is None:
+            self._watch.look_again()  # it may just have come, and should be listed soon
         return model, chosen
 
     async def _encode(self, model: ServedModel, prompt: Prompt) -> list[int]:
@@ -92,10 +91,6 @@ class Generating:
         if isinstance(prompt, TextPrompt):
             return await self._in_thread(lambda: model.encoder.encode_text(prompt.text, model.context_tokens_max))
         return list(prompt.token_ids)
-
-
-def _chosen(wish: Wish, caller: Caller, model: ServedModel) -> Chosen:
-    return choose(wish.memory.engram, alias_choice(wish.model, model.name), caller.memory, model.memories)
 
 
 def _check_fits(model: ServedModel, wish: Wish, prompt_tokens: int) -> None:

@@ -6,25 +6,22 @@ alias and key count. Does not open memories and fixes no versions: that is the w
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from inference_gateway.domain.errors import ModelNotFound, RequestRefused
-from treadle.contract.errors import InvalidArgument, TreadleError
-from treadle.contract.version import RESERVED_NAMES
+from inference_gateway.domain.errors import MemoryDamaged, ModelNotFound, RequestRefused
+from treadle.contract.errors import InvalidArgument, TreadleError, Unavailable
+from treadle.contract.version import RESERVED_NAMES, VERSION_PREFIX_FORM, is_version_prefix
 
 NONE_WORD, DEFAULT_WORD = RESERVED_NAMES
-NAMES_TOLD_MAX = 16  # of memories, in a refusal
 TEXT_TOLD_MAX = 300  # characters of what others said, in a refusal
-_VERSION_PREFIX = re.compile(r"[0-9a-f]{8,64}")
 _FIELD = "treadle.engram"
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """An Engram model as the worker sees it.
+    """An Engram model as the worker sees it. One without a name says, as its refusal, why the worker does not know what there is.
 
     version: the one that new requests get
     default: requests get it that choose nothing
@@ -74,10 +71,10 @@ def parse_choice(text: str) -> MemoryChoice:
     if text == NONE_WORD:
         return NO_MEMORY
     name, at, version = text.partition("@")
-    if not name or (at and not _VERSION_PREFIX.fullmatch(version.lower())):
+    if not name or (at and (name in RESERVED_NAMES or not is_version_prefix(version.lower()))):
         raise InvalidArgument(
-            f"{text[:TEXT_TOLD_MAX]!r} is no choice of memory: give NAME, NAME@VERSION (8 to 64 hexadecimal digits from the "
-            f"beginning of the version), {NONE_WORD!r} or {DEFAULT_WORD!r}"
+            f"{text[:TEXT_TOLD_MAX]!r} is no choice of memory: give NAME, NAME@VERSION ({VERSION_PREFIX_FORM} from the beginning of "
+            f"the version), {NONE_WORD!r} or {DEFAULT_WORD!r}"
         )
     return MemoryChoice(name, version.lower())
 
@@ -116,14 +113,21 @@ def uses_memory(choice: MemoryChoice, memories: Sequence[Memory]) -> bool:
 
 
 def why_not(choice: MemoryChoice, memories: Sequence[Memory]) -> str | None:
-    """Why a choice cannot be had; None: nothing speaks against it. Whether another version is there is not known here."""
+    """Why a choice could not be had when the worker was last asked; None: nothing spoke against it. For answers about models:
+    whether a request gets its memory is decided by the worker, who knows better and later.
+
+    Raises Unavailable with the reason while the worker does not know what there is.
+    """
     if not choice.name:
         return None
     memory = find(choice.name, memories)
     if memory is None:
-        return f"there is no memory {choice.name[:TEXT_TOLD_MAX]!r} here; {_told(memories)}"
+        unheard = find("", memories)
+        if unheard is not None:
+            raise Unavailable(f"it is not known which memories there are: {unheard.refusal[:TEXT_TOLD_MAX]}")
+        return f"there is no memory {choice.name[:TEXT_TOLD_MAX]!r} here"
     if memory.refusal and memory.version.startswith(choice.version):
-        return f"the memory {choice.name!r} does not fit this model: {memory.refusal[:TEXT_TOLD_MAX]}; {_told(memories)}"
+        return f"the memory {choice.name!r} cannot be used: {memory.refusal[:TEXT_TOLD_MAX]}"
     return None
 
 
@@ -131,8 +135,12 @@ def refusal(chosen: Chosen, asked: str, reason: str) -> TreadleError:
     """The error for a choice that cannot be had: of the model's name where an alias made it, of the field else."""
     if chosen.by is ChosenBy.ALIAS:
         return ModelNotFound(f"the model {asked[:TEXT_TOLD_MAX]!r} is not served here: {reason}")
-    whose = "the default memory of this key" if chosen.by is ChosenBy.KEY else f"'{_FIELD}'"
-    return RequestRefused(f"{whose}: {reason}", param=_FIELD, code="engram_not_found")
+    return RequestRefused(f"{_whose(chosen)}: {reason}", param=_FIELD, code="engram_not_found")
+
+
+def damaged(chosen: Chosen, reason: str) -> MemoryDamaged:
+    """The error for a choice whose memory is there and cannot be read: no fault of the request."""
+    return MemoryDamaged(f"{_whose(chosen)}: {reason}", param="model" if chosen.by is ChosenBy.ALIAS else _FIELD)
 
 
 def find(name: str, memories: Sequence[Memory]) -> Memory | None:
@@ -168,9 +176,5 @@ def _name_of(choice: MemoryChoice, memories: Sequence[Memory]) -> str:
     return default.name if default else ""
 
 
-def _told(memories: Sequence[Memory]) -> str:
-    names = [repr(memory.name) for memory in choosable(memories)]
-    if not names:
-        return "there is none to choose"
-    more = f" and {len(names) - NAMES_TOLD_MAX} more" if len(names) > NAMES_TOLD_MAX else ""
-    return f"there {'is' if len(names) == 1 else 'are'} {', '.join(names[:NAMES_TOLD_MAX])}{more}"
+def _whose(chosen: Chosen) -> str:
+    return {ChosenBy.KEY: "the default memory of this key", ChosenBy.ALIAS: "'model'"}.get(chosen.by, f"'{_FIELD}'")

@@ -49,7 +49,6 @@ class WorkerWatch:
         self._trouble = "the worker has not answered yet"
         self._sooner = asyncio.Event()
         self._polled = asyncio.Event()
-        self._polls_begun = self._polls_ended = 0
 
     @property
     def last_known(self) -> ServedModel | None:
@@ -70,22 +69,6 @@ class WorkerWatch:
             raise Unavailable(f"no worker is ready: {self._trouble}")
         return self._model
 
-    async def refreshed(self) -> ServedModel:
-        """The served model as a poll finds it that begins from now on: for a request that names what was not there before.
-
-        Raises Unavailable if the worker does not answer in time. Requests that come together share one poll.
-        """
-        wanted = self._polls_begun + 1
-        try:
-            async with asyncio.timeout(CONFIRM_SECONDS_MAX):
-                while self._polls_ended < wanted:
-                    polled = self._polled
-                    self._sooner.set()
-                    await polled.wait()
-        except TimeoutError as error:
-            raise Unavailable("the worker did not say in time which memories there are; try again in a moment") from error
-        return await self.confirmed()
-
     def look_again(self) -> None:
         """A call found that the worker has changed: poll now, not at the next time."""
         self._sooner.set()
@@ -99,9 +82,7 @@ class WorkerWatch:
         """Poll until cancelled."""
         retry_seconds = RETRY_SECONDS_FIRST
         while True:
-            self._polls_begun += 1
             await self.poll()
-            self._polls_ended += 1
             self._polled.set()
             self._polled = asyncio.Event()
             pause_seconds = retry_seconds if self._trouble else self._interval_seconds

@@ -10,11 +10,13 @@ from pathlib import Path
 
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram import EngramHandle, EngramPool
+from treadle.client.engram.pool_types import ResidentModel
 from treadle.contract.deadline import Deadline
 from treadle.contract.errors import AccessDenied, DeadlineExceeded, NotFound, Unavailable
 
 log = logging.getLogger("treadle.worker")
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.1, 2.0
+LIST_SECONDS_MAX = 1.0  # a request waits for this listing; a pool that is well answers in milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class PoolOfMemories:
     def address(self) -> str:
         """See MemoryPool."""
         return self.endpoint.address
+
+    def resident(self) -> list[ResidentModel]:
+        """See MemoryPool."""
+        with EngramPool(self.endpoint) as pool:
+            return pool.list_models(LIST_SECONDS_MAX)
 
     def open(self, model: str, version: str) -> EngramHandle:
         """See MemoryPool. The handle outlives the pool's process, except by rpc."""

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from inference_worker.domain.engram import EngramMemory
+from inference_worker.domain.fresh_listing import FreshListing
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.memory_opening import Opener
+from inference_worker.domain.memory_status import MemoryStatus
 from inference_worker.domain.ports import MemoryPool, OpeningObserver, ResidentVersion
 from inference_worker.domain.resident_versions import Choice, Listing, ResidentVersions
-from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound, ResourceExhausted, TreadleError, Unavailable
+from treadle.contract.errors import (
+    DataLoss,
+    FingerprintMismatch,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TreadleError,
+    Unavailable,
+)
 
 log = logging.getLogger("treadle.worker")
 OPENINGS_MAX = 4  # at once: one that hangs leaves room for others
@@ -29,28 +38,6 @@ Key = tuple[str, str]  # name and version
 REFUSED = {  # why a choice was refused, as metrics say it; anything else is a wrong version
     NotFound: "unknown", FingerprintMismatch: "misfit", ResourceExhausted: "full", Unavailable: "no_pool",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStatus:
-    """A memory of the pool, as this worker sees it.
-
-    version:   the one that new requests get
-    requests:  that use it now, whatever their version
-    tokens:    looked up in it since the start
-    transport: empty until it is open
-    refusal:   why it cannot be chosen; empty: it can
-    """
-
-    model: str
-    version: str
-    default: bool
-    open: bool
-    requests: int
-    tokens: int
-    transport: str
-    fused: bool
-    refusal: str
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +68,8 @@ class Catalogue:
         self._resident = ResidentVersions(pool.address, opener)
         self._places: OrderedDict[Key, _Place] = OrderedDict()  # the least recently used first
         self._tokens: dict[str, int] = {}  # of versions that are closed, by name
+        self._told, self._closed = 0, False  # how often the watch has spoken
+        self._fresh = FreshListing(self._look_again)
         self._standing: Lease | None = None  # keeps the default memory open, and says which version it is
         self._openers = ThreadPoolExecutor(OPENINGS_MAX, thread_name_prefix="treadle-memory-open")
         self._closers = ThreadPoolExecutor(1, thread_name_prefix="treadle-memory-close")
@@ -106,17 +95,21 @@ class Catalogue:
     def take(self, choice: Choice | None) -> Future[Lease]:
         """A lease on what a request chooses (None: the default), its version fixed now; done at once where that is open.
 
-        A waiter that is given up must be cancelled, and a lease that nobody wants released. Raises NotFound naming what there
-        is, FingerprintMismatch naming the field in which a memory does not fit, InvalidArgument (a version that is none),
-        ResourceExhausted (all places are in use), Unavailable (the pool has never answered). The future raises what the
-        opening did.
+        What is not known is looked for with one fresh listing of the pool: it may have been loaded a moment ago.
+
+        A waiter that is given up must be cancelled, and a lease that nobody wants released. Raises FingerprintMismatch naming
+        the field in which a memory does not fit, InvalidArgument (a version that is none), ResourceExhausted (all places are in
+        use), Unavailable (the pool has never answered). The future raises these too, NotFound naming what there is, and what
+        the opening did.
         """
         waiter: Future[Lease] = Future()
         try:
             lease = self._lease_or_wait(choice, waiter)
+        except NotFound:
+            self._fresh.ask().add_done_callback(lambda asked: self._take_again(choice, waiter, asked))
+            return waiter
         except TreadleError as error:
-            if self._observer is not None:
-                self._observer.choice_refused(REFUSED.get(type(error), "wrong"))
+            self._count_refusal(error)
             raise
         if lease is not None:
             waiter.set_result(lease)
@@ -131,20 +124,12 @@ class Catalogue:
 
     def update(self, resident: Sequence[ResidentVersion]) -> None:
         """What the pool holds now: new requests get its current versions, and those out of use are closed."""
-        listing = Listing.of(resident, self._opener)
-        with self._lock:
-            self._resident.replace(listing)
-            released = self._move_default()
-            self._close_superseded()
-            self._open_ahead()
-            used = {name for name, _ in self._places}
-            self._tokens = {name: count for name, count in self._tokens.items() if name in listing.versions or name in used}
-        if released is not None:
-            released.release()
+        self._adopt(Listing.of(resident, self._opener))
 
     def lost(self, reason: str) -> None:
         """The pool does not answer. What was known stays; what is open goes on."""
         with self._lock:
+            self._told += 1
             self._resident.lost(reason)
 
     def memories(self) -> list[MemoryStatus]:
@@ -161,26 +146,82 @@ class Catalogue:
     def close(self) -> None:
         """Close what is open; nobody may use any of it now. Openings still under way close what they open."""
         with self._lock:
-            places, self._places, self._standing = self._places, OrderedDict(), None
+            places, self._places, self._standing, self._closed = self._places, OrderedDict(), None, True
             waiters = [waiter for place in places.values() for waiter in place.waiters]
             for place in places.values():
                 place.waiters = []  # an opening that fails after this tells nobody twice
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_exception(Unavailable("the worker is stopping"))
+        self._fresh.close()
         self._openers.shutdown(wait=False, cancel_futures=True)
         self._closers.shutdown(wait=True)
         for place in places.values():
             if place.memory is not None:
                 place.memory.handle.close()
 
-    def _lease_or_wait(self, choice: Choice | None, waiter: Future[Lease]) -> Lease | None:
-        """The lease where its memory is open; else None, and `waiter` will have it. Raises what `take` does."""
+    def _adopt(self, listing: Listing, told: int | None = None) -> None:
+        """Go by a listing from now on. told: not if the watch has spoken since it had done so that often: its word is newer."""
         with self._lock:
-            if (lease := self._given(choice)) is not None:
-                return lease
-            assert choice is not None, "the default is open, or there is none"
-            found = self._resident.resolve(choice)
+            if self._closed or (told is not None and told != self._told):
+                return
+            self._told += told is None
+            in_use = {name for name, _ in self._places}  # those too that have just been superseded and are closed now
+            self._resident.replace(listing)
+            released = self._move_default()
+            self._close_superseded()
+            self._open_ahead(in_use)
+            in_use = {name for name, _ in self._places}
+            self._tokens = {name: count for name, count in self._tokens.items() if name in listing.versions or name in in_use}
+        if released is not None:
+            released.release()
+
+    def _look_again(self) -> None:
+        """Ask the pool what it holds. Raises what keeps it from answering."""
+        with self._lock:
+            told = self._told
+        self._adopt(Listing.of(self._pool.resident(), self._opener), told)
+
+    def _take_again(self, choice: Choice | None, waiter: Future[Lease], asked: Future[None]) -> None:
+        """After a fresh listing: the waiter has its lease, waits for an opening, or hears why not."""
+        lease: Lease | None = None
+        error: TreadleError | None = None
+        try:
+            lease = self._lease_or_wait(choice, waiter)
+        except NotFound as missing:
+            trouble = None if asked.cancelled() else asked.exception()
+            error = missing if trouble is None else Unavailable(f"{missing}; the pool, asked again, did not answer: {trouble}")
+        except TreadleError as refused:
+            error = refused
+        if error is not None:
+            self._count_refusal(error)
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_exception(error)
+        elif lease is not None:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(lease)
+            else:
+                lease.release()
+
+    def _count_refusal(self, error: TreadleError) -> None:
+        if self._observer is not None:
+            self._observer.choice_refused(REFUSED.get(type(error), "wrong"))
+
+    def _lease_or_wait(self, choice: Choice | None, waiter: Future[Lease]) -> Lease | None:
+        """The lease where its memory is open; else None, and `waiter` will have it. Raises what `take` does, and NotFound."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the worker is stopping")
+            if choice is None:
+                return self._lease(self._standing_key()) if self._standing is not None else Lease()
+            if not choice.model:
+                return Lease()
+            try:
+                found = self._resident.resolve(choice)
+            except (NotFound, Unavailable):
+                if not self._stands_for(choice):
+                    raise
+                return self._lease(self._standing_key())
             key = (found.model.name, found.version)
             place = self._places.get(key) or self._begin_opening(found)
             if place.memory is not None:
@@ -188,16 +229,10 @@ class Catalogue:
             place.waiters.append(waiter)
             return None
 
-    def _given(self, choice: Choice | None) -> Lease | None:
-        """What no listing of the pool is needed for: none, and the default."""
-        if choice is None:
-            return self._lease(self._standing_key()) if self._standing is not None else Lease()
-        if not choice.model:
-            return Lease()
-        if self._standing is None or self._resident.heard:
-            return None
-        name, version = self._standing_key()
-        return self._lease((name, version)) if choice.model == name and version.startswith(choice.version) else None
+    def _stands_for(self, choice: Choice) -> bool:
+        """Whether the default, which stays open, is what a choice means that the pool does not have, or no longer."""
+        name, version = self._standing_key() if self._standing is not None else ("", "")
+        return choice.model == name and version.startswith(choice.version)
 
     def _begin_opening(self, found: ResidentVersion) -> _Place:
         """Take a place for a version and have it opened. Raises ResourceExhausted where every place is in use."""
@@ -216,27 +251,11 @@ class Catalogue:
 
     def _open(self, key: Key, place: _Place, found: ResidentVersion) -> None:
         """Runs on a thread of its own: whatever happens, the waiters hear of it."""
-        began, memory, error = time.monotonic(), None, None
-        try:
-            memory = self._opener.open(self._pool, found.model, found.version)
-        except TreadleError as refused:
-            error = refused
-        except Exception as failure:
-            log.exception("an engram memory could not be opened", extra={"model": key[0], "version": key[1]})
-            error = Unavailable(
-                f"engram memory {key[0]!r} could not be opened ({type(failure).__name__}); the worker's log has more"
-            )
-        seconds = time.monotonic() - began
-        if self._observer is not None:
-            outcome = "ok" if error is None else "refused" if isinstance(error, FingerprintMismatch) else "failed"
-            self._observer.opened(outcome, seconds)
-        fields = {"model": key[0], "version": key[1], "seconds": round(seconds, 3)}
-        if memory is not None:
-            log.info("engram opened", extra=fields | {"transport": memory.transport, "fused": memory.fused})
-            self._opened(key, place, memory)
+        opened = self._opener.try_open(self._pool, found, self._observer)
+        if isinstance(opened, TreadleError):
+            self._not_opened(key, place, opened)
         else:
-            log.warning("engram not opened", extra=fields | {"reason": str(error)})
-            self._not_opened(key, place, error or Unavailable("closed"))
+            self._opened(key, place, opened)
 
     def _opened(self, key: Key, place: _Place, memory: EngramMemory) -> None:
         given: list[tuple[Future[Lease], Lease]] = []
@@ -245,6 +264,7 @@ class Catalogue:
                 memory.handle.close()
                 return
             place.memory = memory
+            self._resident.is_sound(key[1])
             given = [(waiter, self._lease(key)) for waiter in place.waiters if waiter.set_running_or_notify_cancel()]
             place.waiters = []
             released = self._move_default()
@@ -258,6 +278,8 @@ class Catalogue:
         with self._lock:
             if self._places.get(key) is place:
                 del self._places[key]
+            if isinstance(error, DataLoss | FingerprintMismatch):  # no later opening of this version will do better
+                self._resident.is_unusable(key[1], str(error))
             waiters, place.waiters = place.waiters, []
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
@@ -289,10 +311,11 @@ class Catalogue:
         old, self._standing = self._standing, self._lease((self._default.model, current.version))
         return old
 
-    def _open_ahead(self) -> None:
-        """Open the new version of what is open in an older one, so that the first request after a change waits for nothing."""
+    def _open_ahead(self, names: Set[str]) -> None:
+        """Open the new versions of what is open, or was until now, in an older one: the first request after a change waits for
+        nothing."""
         pinned = self._default.model if self._default is not None and self._default.version else ""
-        for name in {name for name, _ in self._places if name != pinned}:
+        for name in names - {pinned}:
             current = self._resident.current(name)
             if current is None or self._resident.refusal(current.version) or (name, current.version) in self._places:
                 continue
@@ -338,21 +361,3 @@ class Catalogue:
             memory.fused if memory is not None else current is not None and self._opener.is_fused(current.model),
             self._resident.refusal(version),
         )  # fmt: skip
-
-
-class NoCatalogue:
-    """Where the worker was told to use no Engram memory."""
-
-    default_memory: EngramMemory | None = None
-
-    def take(self, choice: Choice | None) -> Future[Lease]:
-        """See Catalogue: none, or NotFound."""
-        if choice is not None and choice.model:
-            raise NotFound(f"engram.model: {choice.model!r} cannot be had, this worker was started without an Engram pool")
-        waiter: Future[Lease] = Future()
-        waiter.set_result(Lease())
-        return waiter
-
-    def memories(self) -> list[MemoryStatus]:
-        """There are none."""
-        return []

@@ -6,6 +6,8 @@ Owns what fits which language model, and whether rows are added or shadowed. Doe
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,10 +15,13 @@ from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.ports import RowHandle
 from inference_worker.domain.request import MemoryReport
 from treadle.contract.engram_model import EngramModel
-from treadle.contract.errors import FingerprintMismatch, InvalidArgument
+from treadle.contract.errors import FingerprintMismatch, InvalidArgument, TreadleError
 from treadle.nn import demo_profile
 from treadle.nn.config import ModelConfig
 from treadle.nn.fusion import EngramFusion
+
+log = logging.getLogger("treadle.worker")
+FAILURE_LOG_SECONDS = 60.0  # lookups fail at every step of a pool that is gone: one line a minute says so
 
 
 class EngramMemory:
@@ -32,6 +37,7 @@ class EngramMemory:
         self.handle, self.fusion, self.fused = handle, fusion, fused
         self.model, self.version, self.transport = handle.model, handle.version, str(handle.transport)
         self.tokens = 0
+        self._failure_logged: float | None = None
 
     @property
     def identity(self) -> dict[str, str]:
@@ -42,6 +48,17 @@ class EngramMemory:
     def history_widths(self) -> Mapping[int, int]:
         """What the fusion keeps for each token of a sequence beside its KV."""
         return self.fusion.history_widths
+
+    def rows_failed(self, cause: TreadleError) -> None:
+        """A lookup of a step ended with an error; said in the log at most once in FAILURE_LOG_SECONDS, however many steps there are."""
+        now = time.monotonic()
+        if self._failure_logged is not None and now - self._failure_logged < FAILURE_LOG_SECONDS:
+            return
+        self._failure_logged = now
+        log.warning(
+            "engram rows cannot be had, answers are made without them",
+            extra={"model": self.model.name, "version": self.version, "transport": self.transport, "reason": str(cause)},
+        )
 
     def report(self, tickets: int, tickets_in_time: int, rows_missing: int) -> MemoryReport:
         """What this memory did for a request."""

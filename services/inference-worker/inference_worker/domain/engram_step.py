@@ -71,10 +71,12 @@ class EngramStep:
         policies = [WaitPolicy(self._wait_seconds(group), Late.MASK) for group in self._groups]
         taken, parts = [], []
         for got in self._rows.group_rows(layer, policies):
-            if got.error is not None and not isinstance(got.error, ROWS_GONE):
-                raise got.error
-            group = self._groups[got.group]
-            rows, live = self._settle(group, layer, got.rows, got.error)
+            group, cause = self._groups[got.group], got.error or (got.rows.cause if got.rows is not None else None)
+            if cause is not None:
+                if not isinstance(cause, ROWS_GONE):
+                    raise cause
+                group.memory.rows_failed(cause)
+            rows, live = self._settle(group, layer, got.rows, cause)
             kv = [kv_of(slot.sequence) for slot in group.slots]
             parts.append(FusionGroup(group.memory.fusion, group.first, rows, live, group.starts, kv))
             taken.append(group)
@@ -92,13 +94,13 @@ class EngramStep:
         self._rows.finish()
 
     def _settle(
-        self, group: StepGroup, layer: int, taken: LayerRows | None, refusal: TreadleError | None
+        self, group: StepGroup, layer: int, taken: LayerRows | None, cause: TreadleError | None
     ) -> tuple[Tensor, Tensor | None]:
-        """A group's rows and which of its tokens are live; what is missing is written down and charged."""
+        """A group's rows and which of its tokens are live; what is missing is written down and charged. cause: of the lookup's end."""
         rows, missing = _none_came(group) if taken is None else (taken.rows, taken.missing)
         report = _report(group, layer, taken, 0 if missing is None else int(missing.sum()))
         self.reports.append(report)
-        self._charge(group, report, missing, refusal)
+        self._charge(group, report, missing, cause)
         # The fusion was made for whole memories: a token of which a row is missing goes on without any.
         live = None if missing is None else torch.from_numpy(~missing.any(axis=1))
         return torch.from_numpy(rows), live
@@ -112,9 +114,7 @@ class EngramStep:
         wanted = [slot.sequence.request for slot in group.slots if not slot.sequence.cancelled]
         return min(max((_patience_seconds(request) for request in wanted), default=0.0), self._wait_seconds_max)
 
-    def _charge(
-        self, group: StepGroup, report: LayerReport, missing: NDArray[np.bool_] | None, refusal: TreadleError | None
-    ) -> None:
+    def _charge(self, group: StepGroup, report: LayerReport, missing: NDArray[np.bool_] | None, cause: TreadleError | None) -> None:
         """Write down for each request what the ticket did, and what its missing rows mean."""
         for slot, first, end in zip(group.slots, group.starts, group.starts[1:], strict=False):
             sequence = slot.sequence
@@ -125,7 +125,7 @@ class EngramStep:
             if absent:
                 sequence.degraded = True
                 if sequence.request.policy.late is Late.FAIL:
-                    self.failed.setdefault(sequence, _missing_error(report, absent, refusal))
+                    self.failed.setdefault(sequence, _missing_error(report, absent, cause))
 
 
 def by_memory(slots: Sequence[Slot]) -> list[Slot]:
@@ -169,8 +169,8 @@ def windows_of(slots: Sequence[Slot], depth: int) -> Windows:
 def _report(group: StepGroup, layer: int, taken: LayerRows | None, absent: int) -> LayerReport:
     memory = group.memory
     transport, came = memory.transport, group.windows.token_count * memory.model.columns - absent
-    if taken is None:
-        return LayerReport(layer, transport, False, came, absent, 0.0, None, None)
+    if taken is None or taken.cause is not None:  # nobody was slow: it has no slack to tell
+        return LayerReport(layer, transport, False, came, absent, taken.stall_seconds if taken is not None else 0.0, None, None)
     gather_seconds = None if absent else taken.gather_seconds
     return LayerReport(layer, transport, taken.in_time, came, absent, taken.stall_seconds, taken.slack_seconds, gather_seconds)
 
@@ -180,8 +180,8 @@ def _none_came(group: StepGroup) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     return np.zeros((*shape, group.memory.model.row.bytes), dtype=np.uint8), np.ones(shape, dtype=np.bool_)
 
 
-def _missing_error(report: LayerReport, absent: int, refusal: TreadleError | None) -> MemoryMissing:
-    why = f"after a wait of {report.stall_seconds:.3g} s" if refusal is None else f"({refusal})"
+def _missing_error(report: LayerReport, absent: int, cause: TreadleError | None) -> MemoryMissing:
+    why = f"after a wait of {report.stall_seconds:.3g} s" if cause is None else f"({cause})"
     return MemoryMissing(
         f"engram layer {report.layer}: {absent} rows missing {why}; try again, or ask for late = mask to go on without them"
     )

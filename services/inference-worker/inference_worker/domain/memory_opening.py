@@ -5,17 +5,22 @@ Owns the checks and the order of opening. Does not own when, how many or for who
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
 from inference_worker.domain.fusion_mode import FusionMode
-from inference_worker.domain.ports import MemoryPool, RowHandle
+from inference_worker.domain.ports import MemoryPool, OpeningObserver, ResidentVersion, RowHandle
 from treadle.contract.engram_model import EngramModel
+from treadle.contract.errors import DataLoss, FingerprintMismatch, TreadleError, Unavailable
 from treadle.nn.config import ModelConfig
 from treadle.nn.fusion import EngramFusion
 from treadle.nn.token_map import compressed_token_map, token_map_digest
+
+log = logging.getLogger("treadle.worker")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,32 @@ class Opener:
     def is_fused(self, model: EngramModel) -> bool:
         """Whether the rows of this model will be added to the hidden state."""
         return is_fused(model, self.mode)
+
+    def try_open(
+        self, pool: MemoryPool, found: ResidentVersion, observer: OpeningObserver | None = None
+    ) -> EngramMemory | TreadleError:
+        """`open`, logged and counted: the memory, or why there is none. Raises nothing."""
+        name, version, began = found.model.name, found.version, time.monotonic()
+        opened: EngramMemory | TreadleError
+        try:
+            opened = self.open(pool, found.model, version)
+        except DataLoss as error:
+            opened = DataLoss(f"engram memory {name!r}, version {version}, is damaged: {error}; load it into the pool again")
+        except TreadleError as error:
+            opened = error
+        except Exception as error:
+            log.exception("an engram memory could not be opened", extra={"model": name, "version": version})
+            opened = Unavailable(f"engram memory {name!r} could not be opened ({type(error).__name__}); the worker's log has more")
+        failed, seconds = isinstance(opened, TreadleError), time.monotonic() - began
+        if observer is not None:
+            outcome = "refused" if isinstance(opened, FingerprintMismatch) else "failed" if failed else "ok"
+            observer.opened(outcome, seconds)
+        fields = {"model": name, "version": version, "seconds": round(seconds, 3)}
+        if isinstance(opened, TreadleError):
+            log.warning("engram not opened", extra=fields | {"reason": str(opened)})
+        else:
+            log.info("engram opened", extra=fields | {"transport": opened.transport, "fused": opened.fused})
+        return opened
 
     def open(self, pool: MemoryPool, model: EngramModel, version: str) -> EngramMemory:
         """Open a version of the pool. Raises what `check`, the pool or the weights raise; nothing stays open then."""

@@ -65,6 +65,10 @@ class LayerRows(Protocol):
     def gather_seconds(self) -> float:
         """Seconds from submission to the last row."""
 
+    @property
+    def cause(self) -> TreadleError | None:
+        """The error that ended the lookup before all rows were there; None: it did not fail, at most it was late."""
+
 
 class GroupRows(Protocol):
     """What came for one memory at one layer; `treadle.client.engram.GroupRows` fits."""
@@ -125,6 +129,9 @@ class MemoryPool(Protocol):
     def address(self) -> str:
         """What it is called in messages."""
 
+    def resident(self) -> Sequence[ResidentVersion]:
+        """What it holds now. Somebody waits for the answer: it comes within a second or so, or an error does."""
+
     def open(self, model: str, version: str) -> RowHandle:
         """Pin a version and make its rows reachable."""
 
@@ -167,6 +174,9 @@ class Prefetcher(Protocol):
 
     def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
         """Figures of a memory by layer. May be called while another thread runs a step."""
+
+    def layer_figures(self) -> Mapping[int, LayerFigures]:
+        """Figures of each layer, of all memories together since the start. May be called while another thread runs a step."""
 
 
 class OpeningObserver(Protocol):

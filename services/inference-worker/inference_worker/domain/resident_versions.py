@@ -6,16 +6,16 @@ is guarded by its owner's lock.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_worker.domain.memory_opening import Opener
 from inference_worker.domain.ports import ResidentVersion
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound, Unavailable
+from treadle.contract.version import VERSION_PREFIX_FORM, is_version_prefix
 
 TOLD_MAX = 16  # names or versions, in a refusal
-VERSION_PREFIX = re.compile(r"[0-9a-f]{8,64}")
+TEXT_TOLD_MAX = 300  # characters of a name that was asked for, in a refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ class ResidentVersions:
         self._address, self._opener = address, opener
         self._listing: Listing | None = None
         self._trouble = ""
+        self._unusable: dict[str, str] = {}  # of the listing's versions, those whose opening showed it, and why
 
     @property
     def heard(self) -> bool:
@@ -69,6 +70,8 @@ class ResidentVersions:
     def replace(self, listing: Listing) -> None:
         """The pool has answered."""
         self._listing, self._trouble = listing, ""
+        listed = {each.version for versions in listing.versions.values() for each in versions}
+        self._unusable = {version: reason for version, reason in self._unusable.items() if version in listed}
 
     def lost(self, reason: str) -> None:
         """The pool does not answer; what it said last stays."""
@@ -80,7 +83,15 @@ class ResidentVersions:
 
     def refusal(self, version: str) -> str:
         """Why a version cannot be chosen; empty: it can, or it is not there."""
-        return self._listing.refusals.get(version, "") if self._listing is not None else ""
+        return (self._listing.refusals.get(version) if self._listing is not None else None) or self._unusable.get(version, "")
+
+    def is_unusable(self, version: str, reason: str) -> None:
+        """An opening showed that a version cannot be used: that stands as its refusal until it is opened, or leaves the pool."""
+        self._unusable[version] = reason
+
+    def is_sound(self, version: str) -> None:
+        """A version was opened."""
+        self._unusable.pop(version, None)
 
     def resolve(self, choice: Choice) -> ResidentVersion:
         """The version that a choice means now.
@@ -88,13 +99,13 @@ class ResidentVersions:
         Raises NotFound naming what there is, InvalidArgument (a version that is none, or a prefix of several),
         FingerprintMismatch naming the field in which the memory does not fit, Unavailable (the pool has never answered).
         """
-        if choice.version and not VERSION_PREFIX.fullmatch(choice.version):
-            raise InvalidArgument(f"engram.version: 8 to 64 hexadecimal digits expected, got {choice.version!r}")
+        if choice.version and not is_version_prefix(choice.version):
+            raise InvalidArgument(f"engram.version: {VERSION_PREFIX_FORM} expected, got {choice.version!r}")
         if self._listing is None:
             raise Unavailable(self.unheard)
         versions = self._versions(choice.model)
         if not versions:
-            raise NotFound(f"engram.model: {choice.model!r} is not in the pool at {self._address}; {self._told()}")
+            raise NotFound(f"engram.model: there is no memory {choice.model[:TEXT_TOLD_MAX]!r} here; {self._told()}")
         meant = [each for each in versions if each.version.startswith(choice.version)] if choice.version else _current(versions)
         if not meant:
             there = ", ".join(each.version for each in versions[:TOLD_MAX])

@@ -106,9 +106,9 @@ class EngramPool:
             weights.add(piece)
         return weights.whole()
 
-    def list_models(self) -> list[types.ResidentModel]:
-        """Resident versions, grouped by model, the current one first."""
-        answer = self._endpoint.call(self._stub.ListModels, pb.ListModelsRequest())
+    def list_models(self, timeout_seconds: float | None = None) -> list[types.ResidentModel]:
+        """Resident versions, grouped by model, the current one first. timeout_seconds: None: the endpoint's."""
+        answer = self._endpoint.call(self._stub.ListModels, pb.ListModelsRequest(), timeout_seconds)
         return [types.resident_model(model) for model in answer.models]
 
     def watch(self, timeout_seconds: float = WATCH_SECONDS_MAX) -> Iterator[list[types.ResidentModel]]:

@@ -112,6 +112,7 @@ class StepPrefetcher:
         self._starts: dict[int, _LayerStarts] = {}
         # A handle that is forgotten takes its records along: closed memories leave nothing here.
         self._records: weakref.WeakKeyDictionary[EngramHandle, dict[int, _LayerRecord]] = weakref.WeakKeyDictionary()
+        self._totals: dict[int, _LayerRecord] = {}  # of all memories, those that are forgotten too
         self._buffers: dict[tuple[int, int, int], Rows] = {}
         self._step: Step | None = None
 
@@ -157,6 +158,15 @@ class StepPrefetcher:
         """What the tickets of each layer of `handle` (None: the prefetcher's own) have done since the start. Any thread."""
         of = self.handle if handle is None else handle
         return {layer: record.figures() for layer, record in self._records_of(of).items()}
+
+    def layer_figures(self) -> dict[int, LayerFigures]:
+        """What the tickets of each layer have done since the start, those of all memories together. Any thread."""
+        return {layer: record.figures() for layer, record in sorted(self._totals.copy().items())}
+
+    def _took(self, handle: EngramHandle, layer: int, rows: LayerRows) -> None:
+        """Count a ticket for its memory and for its layer."""
+        self._records_of(handle)[layer].took(rows)
+        self._totals.setdefault(layer, _LayerRecord()).took(rows)
 
     def _records_of(self, handle: EngramHandle) -> dict[int, _LayerRecord]:
         records = self._records.get(handle)
@@ -275,7 +285,7 @@ class Step:
             except TreadleError as error:
                 return GroupRows(index, None, error)
         # Also when it failed: a missed ticket that nobody counts would make "in time" look perfect.
-        self._owner._records_of(self._groups[index][0])[layer].took(taken)
+        self._owner._took(self._groups[index][0], layer, taken)
         return GroupRows(index, taken, failure)
 
     def _look_up_now(self, index: int, layer: int) -> LayerRows:

@@ -62,6 +62,7 @@ class LayerRows:
     stall_seconds: how long the caller waited
     slack_seconds: deadline minus completion; negative when late
     gather_seconds: from submission to the last row
+    cause:         the error that ended the lookup before all rows were there; None: it did not fail, at most it was late
     """
 
     rows: Rows
@@ -70,6 +71,7 @@ class LayerRows:
     stall_seconds: float
     slack_seconds: float
     gather_seconds: float
+    cause: TreadleError | None = None
 
 
 class LookupTicket:
@@ -91,7 +93,8 @@ class LookupTicket:
         """Wait for one layer, at most `policy.wait_seconds_max`; then mask or fail as the policy says.
 
         The rows are the `out` given at the start; nobody writes to it after this. Raises DeadlineExceeded under the policy
-        `fail`, with the missing rows zeroed all the same, and whatever ended the lookup otherwise (a pool that is gone).
+        `fail`, with the missing rows zeroed all the same, and whatever ended the lookup otherwise (a pool that is gone); under
+        `mask` that is the rows' `cause`.
         """
         rows, failure = self.settle_layer(layer, policy or WaitPolicy())
         if failure is not None:
@@ -113,7 +116,7 @@ class LookupTicket:
         except TreadleError as error:
             came, cause = False, error
         missing = None if came else _take_what_came(ticket, out)
-        rows = _judge(ticket, out, missing, asked_ns, asked_ns if needed_ns is None else needed_ns)
+        rows = _judge(ticket, out, missing, asked_ns, asked_ns if needed_ns is None else needed_ns, cause)
         if missing is None or policy.late is Late.MASK:
             return rows, None
         late = f"layer {layer}: {int(missing.sum())} of {missing.size} rows missing after {policy.wait_seconds_max:g} s"
@@ -147,11 +150,15 @@ def _take_what_came(ticket: LayerTicket, out: Rows) -> NDArray[np.bool_] | None:
     return missing
 
 
-def _judge(ticket: LayerTicket, out: Rows, missing: NDArray[np.bool_] | None, asked_ns: int, needed_ns: int) -> LayerRows:
+def _judge(
+    ticket: LayerTicket, out: Rows, missing: NDArray[np.bool_] | None, asked_ns: int, needed_ns: int, cause: TreadleError | None
+) -> LayerRows:
     now_ns = time.monotonic_ns()
     finished_ns = ticket.finished_ns or now_ns
     deadline, submitted_ns = ticket.deadline, ticket.submitted_ns
     ticket.close()
     in_time = missing is None and finished_ns <= needed_ns
     stall_seconds = 0.0 if in_time else (now_ns - asked_ns) / 1e9
-    return LayerRows(out, missing, in_time, stall_seconds, deadline.slack_of(finished_ns), (finished_ns - submitted_ns) / 1e9)
+    gather_seconds = (finished_ns - submitted_ns) / 1e9
+    failed = None if missing is None else cause
+    return LayerRows(out, missing, in_time, stall_seconds, deadline.slack_of(finished_ns), gather_seconds, failed)
