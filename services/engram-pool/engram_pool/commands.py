@@ -7,12 +7,15 @@ command prints them and exits with 1.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engram_pool.load_options import PROFILES, read_limited, roles, template, tokenizer_beside
+from engram_pool.load_turn import in_turn
 from engram_pool.terminal import (
     VERSION_DIGITS,
     model_document,
@@ -29,8 +32,9 @@ from treadle.contract import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from treadle.client import Fabric
+    from treadle.client.engram.pool_types import ResidentModel
 
-app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify and remove Engram tables of a running pool.")
+app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify and remove tables of a running pool.")
 
 Pool = Annotated[str, typer.Option("--pool", envvar="TREADLE_POOL", help="Address of the pool, host:port.")]
 KeyFile = Annotated[
@@ -79,18 +83,17 @@ def load(
     if model is None and random:
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
     keep = grown is not None if keep_previous is None else keep_previous
-    begun = time.monotonic()
+    ask: Callable[..., ResidentModel]
     with _fabric(pool, api_key_file) as fabric, progress_bar("loading") as report:
         if grown is not None:
-            loaded = fabric.engram.load_grown(grown.absolute(), name or None, keep_previous=keep, progress=report)
+            ask = partial(fabric.engram.load_grown, grown.absolute(), name or None)
         elif checkpoint is not None:
-            loaded = fabric.engram.load_checkpoint(
-                checkpoint.absolute(), model, ids, tensors=roles(names or []), keep_previous=keep, progress=report
-            )
+            ask = partial(fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []))
         else:
             assert model is not None
-            loaded = fabric.engram.load_random(model, ids, seed=seed, keep_previous=keep, progress=report)
-    print_loaded(loaded, time.monotonic() - begun, as_json)
+            ask = partial(fabric.engram.load_random, model, ids, seed=seed)
+        loaded, seconds = in_turn(partial(ask, keep_previous=keep, progress=report))
+    print_loaded(loaded, seconds, as_json)
 
 
 @app.command()

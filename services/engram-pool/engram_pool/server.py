@@ -88,7 +88,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     async def Lookup(self, request: pb.LookupRequest, context: Context) -> AsyncIterator[pb.LookupResponse]:  # noqa: N802
         """Rows by tokens."""
         ref, sent = request.ref, request.windows
-        order_max = self._pool.find(ref.model, ref.version).model.order_max
+        order_max = self._pool.find_readable(ref.model, ref.version).model.order_max
         windows = read_windows(
             order_max,
             tokens=sent.tokens,
@@ -193,7 +193,7 @@ def _model(listed: Listed) -> pb.Model:
     resident = listed.resident
     return pb.Model(
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
-        manifest_json=resident.model.to_json(), segment_bytes=resident.stored.segment_bytes, readers=listed.readers,
+        manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
         loaded_at_seconds=resident.stored.loaded_at_seconds,
     )  # fmt: skip
 

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
 VERSION_DIGITS = 12  # of a version, in tables: enough to tell any two apart
+FOLDING = ("model", "memory", "layers")  # columns that take several lines where the width is short; others keep theirs
+FOLDED_WIDTH_MIN = 8  # characters of a folded cell in a line
+GAP_WIDTH = 3  # characters between two columns
 
 
 @contextmanager
@@ -36,13 +39,13 @@ def progress_bar(what: str) -> Iterator[Callable[[Progress], None]]:
 
 def print_loaded(loaded: ResidentModel, seconds: float, as_json: bool) -> None:
     """What a load made, and how fast."""
-    table_bytes = sum(table.rows for _, table in loaded.model.tables) * loaded.model.row.bytes
-    rate = table_bytes / max(seconds, 1e-9)
+    rate = loaded.segment_bytes / max(seconds, 1e-9)
     if as_json:
         print_json(model_document(loaded) | {"seconds": round(seconds, 3), "bytes_per_second": round(rate)})
     else:
         print_line(
-            f"{loaded.model.name} {loaded.version[:VERSION_DIGITS]}: {size_text(table_bytes)} in {seconds:.1f} s ({size_text(rate)}/s)"
+            f"{loaded.model.name} {loaded.version[:VERSION_DIGITS]}: {size_text(loaded.segment_bytes)} in {seconds:.1f} s "
+            f"({size_text(rate)}/s)"
         )
 
 
@@ -79,7 +82,7 @@ def model_line(model: ResidentModel) -> tuple[str, ...]:
 
 
 def print_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], *, empty: str) -> None:
-    """A table on standard output; `empty` where it has no lines."""
+    """A table on standard output; `empty` where it has no lines. Under a heading, names fold and nothing is cut."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -88,12 +91,23 @@ def print_table(columns: tuple[str, ...], lines: Sequence[tuple[str, ...]], *, e
         print_line(empty)
         return
     table = Table(box=box.SIMPLE_HEAD if any(columns) else None, show_header=any(columns), pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in ("size", "readers") else "left", no_wrap=True)
+    least = [_least_width(column, [line[place] for line in lines]) for place, column in enumerate(columns)]
+    for column, width in zip(columns, least, strict=True):
+        table.add_column(
+            column, justify="right" if column in ("size", "readers") else "left", no_wrap=column not in FOLDING, overflow="fold",
+            min_width=width,
+        )  # fmt: skip
     for line in lines:
         table.add_row(*line)
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=WIDTH_IN_FILES)).print(table)
+    shown = Console(highlight=False)
+    width = shown.width if shown.is_terminal else WIDTH_IN_FILES
+    Console(highlight=False, width=max(width, sum(least) + GAP_WIDTH * len(columns))).print(table)
+
+
+def _least_width(column: str, cells: Sequence[str]) -> int:
+    """Characters that a column needs; 0 without a heading."""
+    needed = max(map(len, (column, *cells))) if column else 0
+    return min(needed, FOLDED_WIDTH_MIN) if column in FOLDING else needed
 
 
 def print_line(text: str) -> None:

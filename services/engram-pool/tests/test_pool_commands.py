@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from engram_pool.commands import app
-from treadle.contract import DataLoss, EngramModel, FingerprintMismatch, InvalidArgument, NotFound, TreadleError
+from engram_pool.load_turn import in_turn
+from engram_pool.terminal import size_text
+from treadle.contract import (
+    DataLoss,
+    EngramModel,
+    FingerprintMismatch,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    TreadleError,
+)
+from treadle.contract.families import qwen_ple_model
+from treadle.engram.v1 import engram_pool_pb2 as pb
+from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
     from tests.conftest import Grow, Process, StartPool, V41Checkpoint
@@ -72,9 +88,78 @@ def test_random_rows_are_loaded_listed_verified_and_removed(run: Run, manifest: 
 def test_people_read_what_a_load_made(run: Run, manifest: Path) -> None:
     result = run("load", "other-name", "--random", "--manifest", manifest)
     assert result.stdout.startswith("other-name ")
-    assert "MB in " in result.stdout
+    assert ": 4.5 MB in " in result.stdout
     assert "intact" in run("verify", "other-name").stdout
     assert "removed" in run("rm", "other-name").stdout
+
+
+def test_load_and_list_say_what_a_memory_takes_in_the_pool(run: Run, grow: Grow, process: Process) -> None:
+    loaded = document(run("load", "--grown", grow(fusion_bytes=2_000_000).path, "--json"))
+    taken = process.fabric.engram.status().table_bytes
+    folder = process.fabric.engram.status().segment_dir / "kjv" / loaded["version"]
+    files = [*folder.glob("*.safetensors"), folder / "card.json"]
+    assert loaded["segment_bytes"] == taken == sum(path.stat().st_size for path in files)
+    size = size_text(taken)
+    assert f": {size} in " in run("load", "--grown", grow(fusion_bytes=2_000_000).path).stdout
+    assert size in run("ls").stdout
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_a_long_name_folds_and_nothing_beside_it_is_cut(
+    run: Run, manifest: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    long = "q" * 128  # a letter that stands nowhere else
+    versions = [document(run("load", name, "--random", "--manifest", manifest, "--json"))["version"] for name in (long, "ple")]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal of that width
+    text = re.sub(r"\x1b\[[0-9;]*m", "", run("ls").stdout)
+    assert all(version[:12] in text for version in versions)
+    assert ("4.5 MB" in text, "…" in text) == (True, False)
+    assert text.count("q") == 128
+
+
+def test_a_load_waits_for_its_turn_and_says_so(
+    run: Run, ple: EngramModel, manifest: Path, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    big = qwen_ple_model("big", prime_base=200_000, row=ple.row)
+    with grpc.insecure_channel(process.address) as channel:
+        first = pb_grpc.EngramPoolServiceStub(channel).LoadTable(
+            pb.LoadTableRequest(manifest_json=big.to_json(), random=pb.RandomSource())
+        )
+        next(first)
+        waits: list[float] = []
+
+        def wait(seconds: float) -> None:
+            first.cancel()
+            waits.append(seconds)
+
+        monkeypatch.setattr("engram_pool.commands.in_turn", partial(in_turn, wait=wait))
+        result = run("load", "--random", "--manifest", manifest, "--json")
+    assert json.loads(result.stdout)["model"] == "ple"
+    assert set(waits) == {5.0}
+    assert result.stderr == "another load is in progress; try again in 5 s (this command does so itself, for up to 600 s)\n"
+
+
+def test_a_turn_is_waited_for_within_bounds_and_room_is_not() -> None:
+    clock, asked = [0.0], [0]
+
+    def wait(seconds: float) -> None:
+        clock[0] += seconds
+
+    def load(refusal: ResourceExhausted) -> None:
+        asked[0] += 1
+        raise refusal
+
+    for retry_after_seconds, calls in ((5.0, 5), (None, 1)):
+        clock[0], asked[0] = 0.0, 0
+        with pytest.raises(ResourceExhausted):
+            in_turn(
+                partial(load, ResourceExhausted("full", retry_after_seconds)),
+                seconds_max=20,
+                now_seconds=lambda: clock[0],
+                wait=wait,
+            )
+        assert (asked[0], clock[0]) == (calls, 5.0 * (calls - 1))
 
 
 def test_a_checkpoint_is_loaded_with_its_token_map(

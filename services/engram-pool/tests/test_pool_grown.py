@@ -294,7 +294,9 @@ async def test_orders_that_do_not_go_together_are_refused(serve: Serve, grow: Gr
         (pb.LoadTableRequest(grown=pb.GrownSource()), Code.INVALID_ARGUMENT, "grown.path"),
         (grown_order(tmp_path / "nowhere"), Code.NOT_FOUND, "no folder"),
         (grown_order(grown.path / "card.json"), Code.NOT_FOUND, "no folder"),
-        (grown_order(grown.path, "../x"), Code.INVALID_ARGUMENT, "a name is"),
+        *((grown_order(grown.path, name), Code.INVALID_ARGUMENT, "name: a name is") for name in ("a/b", "../x", "-x", "x" * 129)),
+        (grown_order(grown.path, "none"), Code.INVALID_ARGUMENT, "name: the name 'none'"),
+        (grown_order(tmp_path / "nowhere", "a/b"), Code.INVALID_ARGUMENT, "name: a name is"),
     ]
     for field in ("manifest_json", "token_map"):
         order = grown_order(grown.path)

@@ -8,21 +8,26 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 import pytest
 
 from engram_pool.domain.compute import Compute
-from treadle.contract import EngramModel, Unavailable
+from treadle.contract import EngramModel, NotFound, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:
-    from tests.conftest import Serve, V41Checkpoint
+    from tests.conftest import Grow, Serve, Served, V41Checkpoint
 
 Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 PLE = pb.ModelRef(model="ple")
+
+
+async def gathered(served: Served, version: str) -> bytes:
+    request = pb.GatherRequest(ref=pb.ModelRef(model="ple", version=version), rows=np.arange(64).tobytes())
+    return b"".join([message.data for message in await served.rest(served.stub.Gather(request))])
 
 
 async def test_a_held_version_counts_a_reader_and_is_freed_only_when_the_caller_leaves(
@@ -32,12 +37,72 @@ async def test_a_held_version_counts_a_reader_and_is_freed_only_when_the_caller_
         old = (await served.load(ple, None, seed=1)).ref.version
         hold = served.stub.HoldModel(pb.HoldModelRequest(ref=PLE))
         assert (await hold.read()).ref.version == old
+        expected = await gathered(served, old)
         await served.load(ple, None, seed=2)
         assert await served.pool.reap() == 0
+        assert await gathered(served, old) == expected != await gathered(served, "")
         models = (await served.stub.ListModels(pb.ListModelsRequest())).models
         assert [model.readers for model in models if model.ref.version == old] == [1]
         assert served.metric("open_readers") == 1
         hold.cancel()
+        await eventually(lambda: served.pool.open_readers() == 0, "the hold is over")
+        assert await served.pool.reap() == 1
+
+
+async def test_a_removed_version_is_read_by_its_version_until_its_hold_ends(
+    serve: Serve, grow: Grow, eventually: Eventually
+) -> None:
+    grown = grow()
+    version, ids = grown.model.version, np.arange(300)
+    ref = pb.ModelRef(model="kjv", version=version)
+    windows = pb.Windows(
+        tokens=np.arange(8).tobytes(), starts=np.array([0, 8], np.int32).tobytes(), lookback=np.full((1, 2), -1).tobytes()
+    )
+
+    def calls(ref: pb.ModelRef) -> list[Any]:
+        return [
+            served.stub.Gather(pb.GatherRequest(ref=ref, layer=1, rows=ids.tobytes())),
+            served.stub.Lookup(pb.LookupRequest(ref=ref, windows=windows)), served.stub.ReadFusion(pb.ReadFusionRequest(ref=ref)),
+        ]  # fmt: skip
+
+    async def answers(ref: pb.ModelRef) -> list[bytes]:
+        return [b"".join([message.data for message in await served.rest(call)]) for call in calls(ref)]
+
+    async with serve() as served:
+        await asyncio.to_thread(served.fabric.engram.load_grown, grown.path)
+        hold = served.stub.HoldModel(pb.HoldModelRequest(ref=ref))
+        await hold.read()
+        before = await answers(ref)
+        assert (before[0], before[2]) == (grown.tables[1][:300].tobytes(), grown.fusion)
+        removal = await served.stub.RemoveModel(pb.RemoveModelRequest(ref=pb.ModelRef(model="kjv")))
+        assert (removal.awaiting_readers, await served.pool.reap()) == (1, 0)
+        assert await answers(ref) == before
+        for call in calls(pb.ModelRef(model="kjv")):  # without a version, it is gone
+            assert (await served.failure(call))[0] is grpc.StatusCode.NOT_FOUND
+        again = served.stub.HoldModel(pb.HoldModelRequest(ref=ref))
+        assert (await again.read()).ref == ref
+        hold.cancel()
+        await eventually(lambda: served.pool.open_readers() == 1, "the first hold is over")
+        assert await served.pool.reap() == 0
+        assert await answers(ref) == before
+        again.cancel()
+        await eventually(lambda: served.pool.open_readers() == 0, "the second hold is over")
+        assert await served.pool.reap() == 1
+        for call in [*calls(ref), served.stub.HoldModel(pb.HoldModelRequest(ref=ref))]:
+            assert (await served.failure(call))[0] is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_handle_by_rpc_outlives_the_removal_of_its_memory(serve: Serve, ple: EngramModel, eventually: Eventually) -> None:
+    ids = np.arange(64, dtype=np.int64).reshape(-1, 1)
+    async with serve() as served:
+        await served.load(ple, None)
+        handle = await asyncio.to_thread(served.fabric.engram.open, "ple", transport="rpc")
+        before = await asyncio.to_thread(handle.gather, 0, ids)
+        assert await asyncio.to_thread(served.fabric.engram.remove, "ple") == ([handle.version], 1)
+        assert np.array_equal(await asyncio.to_thread(handle.gather, 0, ids), before)
+        with pytest.raises(NotFound, match="no model 'ple'"):
+            await asyncio.to_thread(served.fabric.engram.open, "ple", handle.version, transport="rpc")
+        await asyncio.to_thread(handle.close)
         await eventually(lambda: served.pool.open_readers() == 0, "the hold is over")
         assert await served.pool.reap() == 1
 

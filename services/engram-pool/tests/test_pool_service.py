@@ -279,7 +279,7 @@ async def test_gathers_beyond_the_limit_are_refused_with_a_time_to_come_back(ser
         assert first.data
         code, text, details = await served.failure(served.stub.Gather(gather_of("ple", [0])))
         assert code is Code.RESOURCE_EXHAUSTED
-        assert "the limit is 1" in text
+        assert text == "another gather is in progress; try again in 0.05 s"
         assert float(details["treadle-retry-after-seconds"]) > 0
         long.cancel()
 
@@ -307,7 +307,8 @@ async def test_watchers_beyond_the_limit_are_refused_and_a_left_place_is_free_ag
         watches = [served.stub.WatchModels(pb.WatchModelsRequest()) for _ in range(2)]
         for watch in watches:
             await watch.read()
-        code, _, details = await served.failure(served.stub.WatchModels(pb.WatchModelsRequest()))
+        code, text, details = await served.failure(served.stub.WatchModels(pb.WatchModelsRequest()))
+        assert text == "2 watches are in progress, the limit is 2; try again in 1 s"
         assert (code, float(details["treadle-retry-after-seconds"]) > 0) == (Code.RESOURCE_EXHAUSTED, True)
         watches[0].cancel()
         await eventually(lambda: served.pool.watchers == 1, "the watcher that left is gone")
@@ -349,8 +350,9 @@ async def test_one_load_at_a_time(serve: Serve, ple: EngramModel) -> None:
         first = served.stub.LoadTable(pb.LoadTableRequest(manifest_json=big.to_json(), random=pb.RandomSource()))
         await first.read()
         request = pb.LoadTableRequest(manifest_json=ple.to_json(), random=pb.RandomSource())
-        code, _, details = await served.failure(served.stub.LoadTable(request))
+        code, text, details = await served.failure(served.stub.LoadTable(request))
         assert (code, details["treadle-retry-after-seconds"]) == (Code.RESOURCE_EXHAUSTED, "5.0")
+        assert text == "another load is in progress; try again in 5 s"
         assert [event.WhichOneof("event") for event in await served.rest(first)][-1] == "loaded"
 
 

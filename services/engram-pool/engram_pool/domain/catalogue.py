@@ -60,7 +60,7 @@ class Resident:
     def in_use(self) -> Iterator[None]:
         """Keep it mapped. Raises Unavailable while it is being deleted."""
         if self.closing:
-            raise Unavailable(f"{self.name} {self.version} is being deleted: a newer version took its place")
+            raise Unavailable(f"{self.name} {self.version} is being deleted: it was replaced or removed")
         self.calls += 1
         try:
             yield
@@ -71,7 +71,7 @@ class Resident:
     def held(self) -> Iterator[None]:
         """Keep it from being freed. Raises Unavailable while it is being deleted."""
         if self.closing:
-            raise Unavailable(f"{self.name} {self.version} is being deleted: a newer version took its place")
+            raise Unavailable(f"{self.name} {self.version} is being deleted: it was replaced or removed")
         self.holds += 1
         try:
             yield
@@ -114,6 +114,11 @@ class Catalogue:
             raise NotFound(f"{model} has no version {version or '(none is current)'} here; there is {_some(versions)}")
         names = sorted({other.name for other in self.listed()})
         raise NotFound(f"no model {model!r} here; there is {_some(names)}")
+
+    def find_readable(self, model: str, version: str) -> Resident:
+        """As `find`; a version that is named may be off the list: who holds it reads it for as long as it is in memory."""
+        resident = self.get(model, version) if version else None
+        return self.find(model, version) if resident is None else resident
 
     def current(self, model: str) -> Resident | None:
         """The version that an empty one means."""

@@ -107,16 +107,20 @@ async def _uninterrupted(future: asyncio.Future[Result]) -> Result:
 
 
 class Turnstile:
-    """Lets `most` through at once and refuses the next one, named `what`, at once."""
+    """Lets `most` through at once and refuses the next one at once; `one`, `many`: what passes, e.g. load, loads."""
 
-    def __init__(self, what: str, most: int, retry_after_seconds: float) -> None:
-        self._what, self._most, self._retry_after_seconds, self.inside = what, most, retry_after_seconds, 0
+    def __init__(self, one: str, many: str, most: int, retry_after_seconds: float) -> None:
+        self._one, self._many, self._most = one, many, most
+        self._retry_after_seconds, self.inside = retry_after_seconds, 0
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Be inside for the duration. Raises ResourceExhausted when it is full."""
+        """Be inside for the duration. Raises ResourceExhausted when it is full, saying when to try again."""
         if self.inside >= self._most:
-            raise ResourceExhausted(f"{self.inside} {self._what}, the limit is {self._most}", self._retry_after_seconds)
+            busy = f"{self.inside} {self._many} are in progress, the limit is {self._most}"
+            if self._most == 1:
+                busy = f"another {self._one} is in progress"
+            raise ResourceExhausted(f"{busy}; try again in {self._retry_after_seconds:g} s", self._retry_after_seconds)
         self.inside += 1
         try:
             yield

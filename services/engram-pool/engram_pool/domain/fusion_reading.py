@@ -18,7 +18,7 @@ class FusionReading:
 
     def __init__(self, pool: Pool, compute: Compute, meters: Meters) -> None:
         self._pool, self._compute, self._meters = pool, compute, meters
-        self._calls = Turnstile("readings of fusion weights", READS_MAX, retry_after_seconds=0.5)
+        self._calls = Turnstile("reading of fusion weights", "readings of fusion weights", READS_MAX, retry_after_seconds=0.5)
 
     async def read(self, model: str, version: str, deadline: Deadline) -> AsyncGenerator[tuple[int, bytes], None]:
         """(size of the whole file, piece) in order, at most PIECE_BYTES at a time.
@@ -26,7 +26,7 @@ class FusionReading:
         Raises NotFound for no such version or one without weights, ResourceExhausted, DeadlineExceeded, DataLoss.
         """
         with self._pool.at_work(), self._calls.turn():
-            resident = self._pool.find(model, version)
+            resident = self._pool.find_readable(model, version)
             fusion = resident.stored.fusion
             if fusion is None:
                 raise NotFound(

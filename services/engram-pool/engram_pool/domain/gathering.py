@@ -46,7 +46,7 @@ class Gathering:
 
     def __init__(self, pool: Pool, compute: Compute, meters: Meters, *, calls_max: int) -> None:
         self._pool, self._compute, self._meters = pool, compute, meters
-        self._calls = Turnstile("gathers in progress", calls_max, _RETRY_AFTER_SECONDS)
+        self._calls = Turnstile("gather", "gathers", calls_max, _RETRY_AFTER_SECONDS)
 
     async def gather(
         self, model: str, version: str, layer: int, ids: NDArray[np.int64], deadline: Deadline
@@ -58,7 +58,7 @@ class Gathering:
         with self._call(deadline) as count:
             if ids.shape[0] > GATHER_ROWS_MAX:
                 raise InvalidArgument(f"rows: at most {GATHER_ROWS_MAX} ids in one call, got {ids.shape[0]}")
-            resident = self._pool.find(model, version)
+            resident = self._pool.find_readable(model, version)
             with resident.in_use():
                 table = _table(resident, layer)
                 await self._compute.run(check_ids, ids, table.shape[0])
@@ -72,7 +72,7 @@ class Gathering:
     ) -> AsyncGenerator[tuple[int, bytes], None]:
         """Rows of every token, hashed here: (layer, piece) layer after layer; no `layers` means all. Errors as in `gather`."""
         with self._call(deadline) as count:
-            resident = self._pool.find(model, version)
+            resident = self._pool.find_readable(model, version)
             with resident.in_use():
                 wanted = tuple(layers) or resident.model.layers
                 _check_lookup(resident.model, wanted, windows)

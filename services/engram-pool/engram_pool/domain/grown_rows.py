@@ -69,13 +69,12 @@ def check_table(model: EngramModel, layer: int, found: Table) -> None:
 def _model(folder: GrownFolder, name: str) -> EngramModel:
     try:
         model = EngramModel.from_json(folder.manifest_json)
-        model = replace(model, name=name) if name else model
     except InvalidArgument as error:
         raise InvalidArgument(f"{folder.path / 'manifest.json'}: {error}") from error
     if not model.tables or model.fusion is None or model.fusion.weights is None:
         missing = "tables" if not model.tables else "the digest of its fusion weights"
         raise InvalidArgument(f"{folder.path / 'manifest.json'}: the manifest of a grown memory names {missing}")
-    return model
+    return replace(model, name=name) if name else model
 
 
 def _check_card(folder: GrownFolder) -> None:

@@ -26,6 +26,7 @@ from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
 from engram_pool.domain.v41_config import v41_template
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Table, TreadleError
+from treadle.contract.version import check_name
 from treadle.kernels.segment import segment_bytes
 from treadle.kernels.segment_layout import header_bytes_for
 
@@ -80,7 +81,7 @@ class Loader:
     ) -> None:
         self._pool, self._store, self._compute, self._meters = pool, store, compute, meters
         self._open_checkpoint, self._open_grown_folder = open_checkpoint, open_grown
-        self._loading = Turnstile("loads in progress", 1, retry_after_seconds=5.0)  # memory and disk are the limit, not cores
+        self._loading = Turnstile("load", "loads", 1, retry_after_seconds=5.0)  # memory and disk are the limit, not cores
 
     async def load(self, order: LoadOrder) -> AsyncGenerator[Progress | Resident, None]:
         """Progress a few times a second, and the resident version at the end. Left early, nothing stays behind.
@@ -126,6 +127,8 @@ class Loader:
             raise
 
     def _open_grown(self, order: GrownOrder) -> GrownRows:
+        if order.name:
+            _check_given_name(order.name)
         folder = self._open_grown_folder(order.path)
         try:
             return GrownRows(folder, order.name)
@@ -203,6 +206,14 @@ class _Copies:
         if count:
             self._source.read(layer, first, buffer[:count])
         return count
+
+
+def _check_given_name(name: str) -> None:
+    """Before the folder is opened, which is not to be blamed for it."""
+    try:
+        check_name(name)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"name: {error}") from error
 
 
 def _bytes_needed(source: RowSource) -> int:

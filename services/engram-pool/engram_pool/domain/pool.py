@@ -66,10 +66,10 @@ class Pool:
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
         self._succession = Succession(store, compute, self._catalogue, versions_kept_max=versions_kept_max)
-        self._watching = Turnstile("watchers", watchers_max, retry_after_seconds=1.0)
-        self._holding = Turnstile("versions held by HoldModel", holds_max, retry_after_seconds=1.0)
+        self._watching = Turnstile("watch", "watches", watchers_max, retry_after_seconds=1.0)
+        self._holding = Turnstile("hold", "holds", holds_max, retry_after_seconds=1.0)
         self._reap_grace_seconds = reap_grace_seconds
-        self._verifying = Turnstile("verifications in progress", 1, retry_after_seconds=5.0)
+        self._verifying = Turnstile("verification", "verifications", 1, retry_after_seconds=5.0)
         self._change = asyncio.Lock()  # one change of the versions at a time: each spans files and state
         self._changed, self._generation = asyncio.Condition(), 0
         self._unmapping: list[Resident] = []  # off the list for good, unmapped when their last call ends
@@ -159,6 +159,10 @@ class Pool:
         resident.model.fingerprint.require(expected_fingerprint or {})
         return resident
 
+    def find_readable(self, model: str, version: str) -> Resident:
+        """As `find`; a version that is named is found until its memory goes, removed or not. Raises NotFound."""
+        return self._catalogue.find_readable(model, version)
+
     def refuse_without_weights(self, model: EngramModel) -> None:
         """Raise InvalidArgument if a grown memory is here already, but was loaded without its weights: a load would not add them."""
         resident = self._catalogue.get(model.name, model.version)
@@ -181,7 +185,7 @@ class Pool:
         """
         self.refuse_if_draining()
         with self._holding.turn():
-            resident = self.find(model, version)
+            resident = self.find_readable(model, version)
             with resident.held():
                 yield resident
                 async with self._changed:

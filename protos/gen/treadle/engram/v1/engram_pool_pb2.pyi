@@ -61,7 +61,7 @@ class Model(_message.Message):
     manifest_json: _builtins.bytes
     """The EngramModel manifest, canonical JSON."""
     segment_bytes: _builtins.int
-    """Bytes of all its segments, headers and padding included."""
+    """Bytes that it takes in the pool: segments with headers and padding, fusion weights, card."""
     readers: _builtins.int
     """Processes on this host that hold it now, the pool itself not counted."""
     loaded_at_seconds: _builtins.float
