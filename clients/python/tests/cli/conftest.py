@@ -119,7 +119,7 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(_tokenizer()))
     write_grown(packages / "engram_pool" / "shipped" / "kjv", "kjv")
     with lzma.open(packages / "engram_pool" / "shipped" / "kjv-held-out.txt.xz", "wt") as file:
-        file.write(" ".join(WORDS[:-1]) * 400)
+        file.write(" ".join(WORDS[:-1]) * 700)
     command = Cli(tmp_path, packages)
     yield command
     if command.state() is not None:

@@ -75,6 +75,7 @@ class Gateway(BaseHTTPRequestHandler):
     keys: tuple[str, ...] = ()
     worker = ""
     versions = VERSIONS
+    refusal: dict[str, Any] | None = None  # what every question is answered with
 
     def do_GET(self) -> None:
         """Answer /ready and /v1/models."""
@@ -86,13 +87,16 @@ class Gateway(BaseHTTPRequestHandler):
         self.seen.append(body)
         if self.keys and self.headers["Authorization"] not in [f"Bearer {key}" for key in self.keys]:
             return self._reply(401, {"error": {"message": "no such key", "code": "invalid_api_key"}})
+        if self.refusal is not None:
+            return self._reply(400, self.refusal)
         if body["model"] not in [f"{MODEL}+none", *(name["id"] for name in _served_names())]:
             return self._reply(404, {"error": {"message": f"the model {body['model']!r} is not served here"}})
         if self.path == "/v1/completions":
             return self._complete(body)
         engram = body.get("treadle", {}).get("engram")
-        if engram not in (None, "none", "default", *_memories()):
-            return self._reply(400, {"error": {"message": f"there is no memory {engram!r} here", "code": "engram_not_found"}})
+        if reason := _why_not(engram):
+            error = {"message": reason, "type": "invalid_request_error", "param": "treadle.engram", "code": "engram_not_found"}
+            return self._reply(400, {"error": error})
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -142,6 +146,17 @@ def _memories() -> dict[str, str]:
         with suppress(TreadleError), Fabric(worker=Gateway.worker) as fabric:  # it may be away: what was known stays
             Gateway.versions = {memory.model: memory.version for memory in fabric.worker.status().engram_models}
     return {name: Gateway.versions[name] for name in offered if name in Gateway.versions}
+
+
+def _why_not(engram: str | None) -> str:
+    """Why a choice cannot be had, as the real gateway says it; empty: it can."""
+    name, _, version = (engram or "none").partition("@")
+    there = _memories() | {"none": "", "default": ""}
+    if name not in there:
+        return f"'treadle.engram': there is no memory {name!r} here"
+    if not there[name].startswith(version):
+        return f"'treadle.engram': engram.version: {name!r} has no version {version}…; there is {there[name]}"
+    return ""
 
 
 def _served_names() -> list[dict[str, Any]]:

@@ -16,14 +16,14 @@ from treadle.cli.chat import answering, choose_memory
 from treadle.cli.conversation import HISTORY_MESSAGES_MAX, Conversation, connect
 from treadle.cli.gateway import find_gateway, first_key, reachable_url, served_model, served_names
 from treadle.cli.run_folder import RunFolder
-from treadle.contract.errors import AccessDenied, NotFound, Unavailable
+from treadle.contract.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 
 @pytest.fixture
 def gateway(fakes: ModuleType) -> Iterator[str]:
     """URL of a fake gateway."""
     fakes.Gateway.seen.clear()
-    fakes.Gateway.keys = ()
+    fakes.Gateway.keys, fakes.Gateway.refusal = (), None
     server = ThreadingHTTPServer(("127.0.0.1", 0), fakes.Gateway)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
@@ -85,11 +85,11 @@ def test_an_answer_that_breaks_off_has_no_finish_reason(talk: Conversation) -> N
 
 def test_refusals_are_told_in_our_words_and_leave_no_trace_in_the_history(talk: Conversation, fakes: ModuleType) -> None:
     model, talk.model = talk.model, "other"
-    with pytest.raises(NotFound, match=r"404.*'other' is not served here"):
+    with pytest.raises(NotFound, match=r"^the model 'other' is not served here$"):
         talk.ask("hello", ignore)
     talk.model = model
     fakes.Gateway.keys = ("secret",)
-    with pytest.raises(AccessDenied, match="401"):
+    with pytest.raises(AccessDenied, match=r"^no such key$"):
         talk.ask("hello", ignore)
     fakes.Gateway.keys = ()
     talk.ask("at last", ignore)
@@ -142,7 +142,7 @@ def test_a_question_is_asked_with_the_memory_that_was_named(cli: Any, gateway: s
     assert document["engram"] == "kjv"
     assert document["treadle"]["memory"][0]["name"] == "kjv"
     refused = cli("chat", "--url", gateway, "--engram", "bible", "who was Ruth", code=1)
-    assert "there is no memory 'bible' here" in refused.stderr
+    assert refused.stderr == "error: --engram: there is no memory 'bible' here\n"
 
 
 def test_a_conversation_changes_its_memory_and_says_which_answers(cli: Any, gateway: str, fakes: ModuleType) -> None:
@@ -159,9 +159,35 @@ def test_a_conversation_changes_its_memory_and_says_which_answers(cli: Any, gate
     assert len(fakes.Gateway.seen[-1]["messages"]) == 7  # what was said before stays said
 
 
-def test_a_memory_that_is_not_there_is_told_of_with_those_that_are(cli: Any, gateway: str) -> None:
+def test_a_memory_that_is_not_there_is_told_of_with_those_that_are(cli: Any, gateway: str, fakes: ModuleType) -> None:
     run = cli("chat", "--url", gateway, stdin="/engram bible\nhello\n", code=1)
-    assert "there is no memory 'bible' here; there is kjv, code" in run.stderr
+    assert run.stderr == "error: there is no memory 'bible' here; there are kjv, code\n"
+    run = cli("chat", "--url", gateway, "--engram", "bible", stdin="hello\n", code=1)  # before the first question
+    assert run.stderr == "error: there is no memory 'bible' here; there are kjv, code\n"
+    assert fakes.Gateway.seen == []
+
+
+def test_a_version_is_checked_as_far_as_is_known_and_the_rest_by_the_next_question(cli: Any, gateway: str) -> None:
+    run = cli("chat", "--url", gateway, stdin="/engram kjv@00000000\nhello\n", code=1)
+    assert run.stderr.splitlines() == [
+        "memory: kjv@00000000 (now current is 1b1b1b1b1b1b; the next question tells whether that version is still there)",
+        f"error: /engram: 'kjv' has no version 00000000…; there is {'1b' * 32}",
+    ]
+    for wrong in ("kjv@", "kjv@1b", "kjv@weft-and-warp"):
+        run = cli("chat", "--url", gateway, stdin=f"/engram {wrong}\n", code=1)
+        assert f"'{wrong}': 8 to 64 hexadecimal digits" in run.stderr
+
+
+def test_a_refusal_of_a_keys_memory_says_what_chooses_another_and_one_without_words_its_code(
+    talk: Conversation, fakes: ModuleType
+) -> None:
+    reason = "the default memory of this key: there is no memory 'law' here"
+    fakes.Gateway.refusal = {"error": {"message": reason, "param": "treadle.engram"}}
+    with pytest.raises(InvalidArgument, match=f"^{reason}; --engram chooses another memory$"):
+        talk.ask("hello", ignore)
+    fakes.Gateway.refusal = {"detail": "from something in between"}
+    with pytest.raises(InvalidArgument, match="the gateway answers 400 Bad Request"):
+        talk.ask("hello", ignore)
 
 
 def test_a_conversation_under_an_alias_goes_back_to_the_models_name_when_it_changes_its_memory(
@@ -175,9 +201,10 @@ def test_a_conversation_under_an_alias_goes_back_to_the_models_name_when_it_chan
     assert (talk.model, talk.engram) == (names[1].id, None)
     choose_memory(talk, "code@c0dec0de", names)
     assert [talk.model, talk.engram] == [names[0].id, "code@c0dec0de"]
-    assert answering(talk, names) == "memory: code@c0dec0de"
+    assert answering(talk, names) == "memory: code@c0dec0de (version c0dec0dec0de, opens when first used)"
 
 
 def test_errors_end_with_code_one_and_a_line(cli: Any, gateway: str) -> None:
-    assert cli("chat", "--url", gateway, "--model", "other", "hello", code=1).stderr.startswith("error: the gateway answers 404")
+    refused = cli("chat", "--url", gateway, "--model", "other", "hello", code=1)
+    assert refused.stderr == "error: the model 'other' is not served here\n"
     assert "broke off" in cli("chat", "--url", gateway, "break off", code=1).stderr

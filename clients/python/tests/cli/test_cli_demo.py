@@ -85,12 +85,14 @@ def test_what_is_wrong_with_a_pair_of_answers_is_said(pair: Pair, words: str) ->
 
 def test_perplexities_are_told_with_their_difference() -> None:
     scores = [Score("", 4, [8.0]), Score("kjv", 4, [7.0]), Score("kjv-shuffled", 4, [8.004])]
-    text = rendered(perplexity_view(scores))
+    text = rendered(perplexity_view(scores, "±2 %"))
     assert max(map(len, text.splitlines())) <= 80
-    assert [line.split() for line in text.splitlines() if line.strip()][-5:-2] == [
+    assert [line.split() for line in text.splitlines() if line.strip()][3:6] == [
         ["none", "7.39"], ["kjv", "5.75", "-22.1%"], ["kjv-shuffled", "7.40", "+0.1%"],
     ]  # fmt: skip
-    assert "kjv-shuffled: the same rows in each other's places" in " ".join(text.split())
+    note = " ".join(text.split())
+    assert "kjv-shuffled: the same rows in each other's places" in note
+    assert "within ±2 % of none expected on so few tokens" in note
 
 
 def test_answers_worker_and_pool_are_held_side_by_side(grow: Any, tmp_path: Path) -> None:
@@ -108,7 +110,7 @@ def test_answers_worker_and_pool_are_held_side_by_side(grow: Any, tmp_path: Path
     assert served.wrong(model.version, "mapped") == []
     assert served.wrong(model.version, "auto") == []
     text = rendered(served_table([served]))
-    for cell in (model.version[:12], "mapped", "9 of 10", "900", "7,200", "12.0 MiB", "0 → 1"):
+    for cell in (model.version[:12], "mapped", "9 of 10", "900", "7,200", "12.6 MB", "0 → 1"):
         assert cell in text
 
 
@@ -137,7 +139,7 @@ def test_the_pools_counters_are_read_from_its_metrics_and_told_as_what_was_added
     before, after = PoolCounters.of([], ""), PoolCounters.of([], METRICS)
     assert (before.rows_sent, after.rows_sent) == (0, 7200)
     assert after.since(before) == PoolCounters({}, 7200, 2364528)
-    assert "2.3 MiB of fusion weights and 7,200 rows over gRPC" in counted_words(after.since(before))
+    assert "2.4 MB of fusion weights and 7,200 rows over gRPC" in counted_words(after.since(before))
     assert "no row over gRPC, as readers that map read in place" in counted_words(PoolCounters({}, 0, 1))
 
 
@@ -191,7 +193,7 @@ def demo(cli: Any, tmp_path: Path) -> Any:
 
 
 def test_the_demo_shows_answers_perplexities_and_origin_and_leaves_nothing(demo: Any, tmp_path: Path) -> None:
-    run = demo("demo", "--tokens", "512", "--bench")
+    run = demo("demo", "--bench")
     for words in (f"> {PROMPTS[0]}", f"{PROMPTS[0]} indeed", "-18.1%", "+0.0%", "pool: version", "inference-worker", "0.995x"):
         assert words in run.stdout
     assert "no process and nothing in shared memory is left" in run.stderr
@@ -199,8 +201,13 @@ def test_the_demo_shows_answers_perplexities_and_origin_and_leaves_nothing(demo:
     assert demo.state() is None  # it has a home of its own
 
 
+def test_so_few_tokens_that_chance_decides_are_refused_and_help_says_what_is_allowed(demo: Any) -> None:
+    assert "4096" in demo("demo", "--tokens", "4095", code=2).stderr
+    assert "within ±2 % of none" in " ".join(demo("demo", "--help").stdout.split())
+
+
 def test_the_json_document_has_everything(demo: Any) -> None:
-    document = json.loads(demo("demo", "--json", "--tokens", "512").stdout)
+    document = json.loads(demo("demo", "--json").stdout)
     assert document["ok"] is True
     assert [answer["prompt"] for answer in document["answers"]] == list(PROMPTS)
     kjv, shuffled = document["served"]
@@ -208,16 +215,16 @@ def test_the_json_document_has_everything(demo: Any) -> None:
     assert shuffled["memory"] == "kjv-shuffled"
     assert shuffled["versions"] != kjv["versions"]
     assert document["perplexity"]["with"]["perplexity"] < document["perplexity"]["without"]["perplexity"]
-    assert document["perplexity"]["shuffled"]["tokens"] == 2 * 255
+    assert document["perplexity"]["shuffled"]["tokens"] == 16 * 255
     assert set(document["processes"]) == {"engram-pool", "inference-worker", "inference-gateway"}
     assert document["bench"] == {}
 
 
 def test_a_memory_that_changes_nothing_or_wrong_rows_that_do_are_failures(demo: Any) -> None:
     demo.extra["FAKE_NATS"] = json.dumps({"kjv": -0.05, "kjv-shuffled": 0.05})
-    run = demo("demo", "--json", "--tokens", "512", code=1)
+    run = demo("demo", "--json", code=1)
     failures = "\n".join(json.loads(run.stdout)["failures"])
-    for words in ("with the memory is 0.951x", "with shuffled rows is 1.051x"):
+    for words in ("with the memory is 0.951x", "with shuffled rows is 1.051x of that without it; within ±2 % was expected"):
         assert words in failures
         assert words in run.stderr
 
@@ -227,11 +234,11 @@ def test_whatever_goes_wrong_is_a_failure_in_the_json_document_and_the_fabric_st
     (demo.packages / "treadle_fakes-9.9.dist-info" / "entry_points.txt").write_text(
         "[treadle.commands]\nmodel = fake_fabric:model_app\npool = fake_fabric:pool_app\nbench = no_such_module:app\n"
     )
-    run = demo("demo", "--json", "--bench", "--tokens", "512", code=1)
+    run = demo("demo", "--json", "--bench", code=1)
     document = json.loads(run.stdout)
     assert document["ok"] is False
     failures = "\n".join(document["failures"])
-    for words in ("answers nothing", "kjv: 10 rows never came", "no fusion weights", "bench failed", "no_such_module"):
+    for words in ("answers nothing", "kjv: 80 rows never came", "no fusion weights", "bench failed", "no_such_module"):
         assert words in failures
         assert words in run.stderr
     assert "logs are kept in" in run.stderr

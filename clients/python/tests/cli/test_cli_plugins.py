@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
+from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
 from treadle.cli.main import OWN, build_app
+from treadle.cli.plugins import GROUP, KNOWN, Plugin
 from treadle.contract.errors import NotFound
 
 HEAVY = ("torch", "grpc", "openai", "transformers", "engram_pool", "inference_worker", "treadle_bench", "fake_fabric")
@@ -32,7 +35,21 @@ print("heavy:", [name for name in {HEAVY!r} if name in sys.modules])
     assert "heavy: []" in run.stdout
     for name in (*OWN, "pool", "model", "bench"):
         assert f"\n  {name}" in run.stdout
-    assert "Commands for tests." in run.stdout
+
+
+def test_each_command_has_a_summary_of_its_own_that_is_not_cut(cli: Any) -> None:
+    entries = cli.packages / "treadle_fakes-9.9.dist-info" / "entry_points.txt"
+    entries.write_text(entries.read_text() + "engram = fake_fabric:pool_app\nspin = fake_fabric:pool_app\n")
+    told = dict(re.findall(r"^  (\w+) +(.+)$", cli("--help").stdout.partition("Commands:")[2], re.MULTILINE))
+    assert {name: told[name] for name in KNOWN} == {name: known.summary for name, known in KNOWN.items()}
+    assert len({known.summary for known in KNOWN.values()}) == len(KNOWN)
+    assert told["spin"] == "Commands for tests."  # what its package says
+
+
+@pytest.mark.parametrize("name", ["pool", "engram", "model"])
+def test_a_summary_is_what_the_commands_own_help_says(name: str) -> None:
+    (entry,) = {each.value: each for each in entry_points(group=GROUP, name=name)}.values()
+    assert Plugin(name, entry).load().info.help == KNOWN[name].summary
 
 
 def test_a_plugin_is_called_as_a_command_of_its_own(cli: Any) -> None:
@@ -53,6 +70,8 @@ def test_a_broken_plugin_is_one_clear_line_and_breaks_nothing_else(cli: Any) -> 
 def test_a_command_of_ours_that_is_not_installed_says_what_to_install() -> None:
     with pytest.raises(NotFound, match=r"treadle-bench: pip install 'treadle\[fabric\]'"):
         build_app("bench", {})
+    with pytest.raises(NotFound, match="`treadle engram` comes with the package treadle-engram-pool"):
+        build_app("engram", {})
     build_app("up", {})
 
 

@@ -280,6 +280,11 @@ def test_wrong_options_are_refused_with_a_reason(cli: Any, arguments: tuple[str,
 
 def test_logs_of_what_was_never_up_say_so(cli: Any) -> None:
     assert "no log of any service" in cli("logs", code=1).stderr
+    (cli.home / "run" / "logs").mkdir(parents=True, exist_ok=True)
+    (cli.home / "run" / "logs" / "engram-pool.log").write_text("here\n")
+    assert "there is engram-pool\n" in cli("logs", "gateway", code=1).stderr
+    (cli.home / "run" / "logs" / "inference-worker.log").write_text("here\n")
+    assert "there are engram-pool, inference-worker\n" in cli("logs", "gateway", code=1).stderr
 
 
 def test_logs_as_json_are_a_document_for_each_line(cli: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from treadle.cli.fabric_options import EngramFusion, EngramTable, EngramTransport, FabricOptions
 from treadle.cli.gateway import ServedName
+from treadle.cli.status import MEMORY_COLUMNS_MIN, memory_table, pool_note
 from treadle.cli.up import memory_line
 from treadle.contract import EngramModel
 from treadle.contract.errors import InvalidArgument
@@ -49,8 +52,36 @@ def test_the_shipped_memory_is_there_for_those_who_choose_it(cli: Any) -> None:
     assert (flags["--engram-fusion"], flags["--engram-transport"]) == ("auto", "auto")
     text = cli("status").stdout
     (line,) = [line for line in text.splitlines() if line.strip().startswith("kjv")]
-    assert "opens when first used" in line
+    assert "closed" in line
+    assert "kjv: 12.6 MB, 4 KiB pages" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", ["kjv", "fresh", "kjv-shuffled", "court-decisions-of-the-last-fifty-years"])
+def test_no_name_of_a_memory_is_cut_and_only_long_ones_are_folded(name: str) -> None:
+    memory = {
+        "model": name, "default": False, "version": "1b" * 32, "open": False, "refusal": "", "requests": 1_234_567,
+        "tokens": 1_234_567_890, "transport": "mapped", "fused": False,
+    }  # fmt: skip
+    console = Console(file=io.StringIO(), width=80)
+    console.print(memory_table([memory]))
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()[3:]
+    assert max(map(len, lines)) <= 80
+    assert lines[0].split()[1:] == ["1b1b1b1b1b1b", "closed", "1,234,567", "1,234,567,890", "mapped", "shadowed"]
+    assert "".join(line[: lines[0].index("1b1b")].strip() for line in lines) == name
+    assert (len([line for line in lines if line.strip()]) == 1) == (len(name) <= MEMORY_COLUMNS_MIN)
+
+
+def test_the_pools_size_is_that_of_all_versions_and_says_so_where_names_are_fewer() -> None:
+    def note(*models: tuple[str, int]) -> str:
+        return pool_note({"models": [{"model": name, "bytes": size} for name, size in models], "page_bytes": 4096})
+
+    assert note() == "no tables: 0.0 MB, 4 KiB pages"
+    assert note(("kjv", 6_100_000), ("code", 12_600_000)) == "code, kjv: 18.7 MB, 4 KiB pages"
+    two = note(("kjv", 6_100_000), ("kjv", 6_500_000), ("code", 12_600_000))
+    assert two == "code, kjv (2 names, 3 versions): 25.2 MB, 4 KiB pages"
+    assert note(("kjv", 6_100_000), ("kjv", 6_500_000)) == "kjv (1 name, 2 versions): 12.6 MB, 4 KiB pages"
 
 
 def test_a_document_names_the_memories_and_how_they_are_asked_for(cli: Any, grow: Grow) -> None:

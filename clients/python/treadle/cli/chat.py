@@ -6,6 +6,7 @@ Owns the prompt, the commands behind a slash, the printing and Ctrl-C; the calls
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ HELP = (
 )
 NO_MEMORY, DEFAULT_MEMORY = "none", "default"  # the gateway's words
 VERSION_DIGITS_SHOWN = 12
+_VERSION_PREFIX = re.compile(r"[0-9a-f]{8,64}")  # of it a gateway takes 8 digits or more
 
 
 def chat(
@@ -77,6 +79,9 @@ def _one(talk: Conversation, question: str, as_json: bool) -> None:
 
 def _converse(talk: Conversation, address: str, key: str | None) -> None:
     interactive = sys.stdin.isatty()
+    if talk.engram:  # one question is answered or refused by the gateway at once, a conversation would begin in vain
+        check_memory(talk.engram, served_names(address, key))
+    talk.engram_option = "/engram"
     if interactive:
         with suppress(ImportError):  # some Pythons are built without
             importlib.import_module("readline")  # gives input() its line editing
@@ -120,14 +125,27 @@ def _obeyed(talk: Conversation, line: str, address: str, key: str | None) -> str
 def choose_memory(talk: Conversation, text: str, names: Sequence[ServedName]) -> None:
     """Let `text` (NAME, NAME@VERSION, none or default) answer from now on; what was said before stays said.
 
-    Raises NotFound, naming what `names` lists, for a memory that is not there; the one before then stays chosen.
+    Raises as `check_memory` does; the one before then stays chosen.
     """
-    there = [name.engram for name in names[1:] if name.engram]
-    if text not in (NO_MEMORY, DEFAULT_MEMORY) and text.partition("@")[0] not in there:
-        raise NotFound(f"there is no memory {text!r} here; there is {', '.join(there) or 'none'}")
+    check_memory(text, names)
     if talk.model.startswith(f"{names[0].id}+"):
         talk.model = names[0].id  # an alias chooses a memory, too, and must not contradict
     talk.engram = text
+
+
+def check_memory(text: str, names: Sequence[ServedName]) -> None:
+    """Whether `text` (NAME, NAME@VERSION, none or default) can answer, as far as `names` tells: not whether it has an older version.
+
+    Raises NotFound, naming what is listed, for a memory that is not there, InvalidArgument for a version that is none.
+    """
+    there = [name.engram for name in names[1:] if name.engram]
+    name, at, version = text.partition("@")
+    if text not in (NO_MEMORY, DEFAULT_MEMORY) and name not in there:
+        raise NotFound(
+            f"there is no memory {name!r} here; there {'are' if len(there) > 1 else 'is'} {', '.join(there) or 'none to choose'}"
+        )
+    if at and not _VERSION_PREFIX.fullmatch(version.lower()):
+        raise InvalidArgument(f"{text!r}: 8 to 64 hexadecimal digits from the beginning of the version belong behind the @")
 
 
 def answering(talk: Conversation, names: Sequence[ServedName]) -> str:
@@ -138,8 +156,12 @@ def answering(talk: Conversation, names: Sequence[ServedName]) -> str:
         return "memory: the worker's default"
     if not chosen or chosen == NO_MEMORY:
         return "memory: none"
-    listed = next((name for name in names if name.engram == chosen), None)
-    return f"memory: {chosen}" + (_version(listed) if listed else "")
+    name, _, version = chosen.partition("@")
+    listed = next((each for each in names if each.engram == name), None)
+    if listed is None or not listed.version or listed.version.startswith(version.lower()):
+        return f"memory: {chosen}" + (_version(listed) if listed else "")
+    now = listed.version[:VERSION_DIGITS_SHOWN]
+    return f"memory: {chosen} (now current is {now}; the next question tells whether that version is still there)"
 
 
 def _described(name: ServedName) -> str:

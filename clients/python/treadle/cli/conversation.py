@@ -5,6 +5,7 @@ Owns calling the gateway as any OpenAI client would. Does not print or read keys
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 from treadle.contract.errors import AccessDenied, InvalidArgument, NotFound, TreadleError, Unavailable
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from openai import OpenAI, OpenAIError
 
 HISTORY_MESSAGES_MAX = 40  # older turns are left out; the model's own limit comes long before with most
 ANSWER_SECONDS_MAX = 600.0
+_MEMORY_FIELD = "treadle.engram"  # of a request; people wrote an option, or a line behind a slash
+_MEMORY_FIELD_TOLD = re.compile(rf"'{re.escape(_MEMORY_FIELD)}'(: engram\.\w+)?")  # the worker's word for it may follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Conversation:
     """A conversation with one model. Not thread-safe.
 
     engram: the memory to answer with, as the gateway's field `treadle.engram`; None: what the model's name or the key says
+    engram_option: where the asker chose it, for errors
     """
 
     client: OpenAI
@@ -50,6 +54,7 @@ class Conversation:
     max_tokens: int | None = None
     temperature: float | None = None
     engram: str | None = None
+    engram_option: str = "--engram"
     _turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> Answer:
@@ -64,7 +69,7 @@ class Conversation:
             answer = self._stream(on_text)
         except openai.OpenAIError as error:
             self._turns.pop()
-            raise _as_ours(error) from error
+            raise self._as_ours(error) from error
         self._turns.append({"role": "assistant", "content": answer.text})
         del self._turns[:-HISTORY_MESSAGES_MAX]
         return answer
@@ -97,6 +102,21 @@ class Conversation:
         waited = first - started if first else None
         return Answer("".join(pieces), last.finish_reason, waited, ended - started, last.usage, last.memory, last.stopped)
 
+    def _as_ours(self, error: OpenAIError) -> TreadleError:
+        import openai
+
+        if isinstance(error, openai.APIConnectionError):
+            return Unavailable(f"the gateway does not answer ({error.__cause__ or error}); is it up? `treadle status`")
+        if not isinstance(error, openai.APIStatusError):
+            return Unavailable(f"the answer broke off: {error}")
+        text = refusal_text(error)
+        if error.param == _MEMORY_FIELD:
+            text = _MEMORY_FIELD_TOLD.sub(self.engram_option, text)
+            if self.engram_option not in text:  # the key's default memory, say
+                text += f"; {self.engram_option} chooses another memory"
+        kinds: dict[int, type[TreadleError]] = {401: AccessDenied, 403: AccessDenied, 404: NotFound}
+        return kinds.get(error.status_code, Unavailable if error.status_code >= 500 else InvalidArgument)(text)
+
 
 @dataclass(slots=True)
 class _Last:
@@ -127,13 +147,11 @@ def connect(url: str, key: str | None) -> OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=key or "none", max_retries=0, timeout=ANSWER_SECONDS_MAX)
 
 
-def _as_ours(error: Exception) -> TreadleError:
+def refusal_text(error: OpenAIError) -> str:
+    """What a gateway says of a request that it refuses: its message; of another answer the code, of no answer the error itself."""
     import openai
 
-    if isinstance(error, openai.APIConnectionError):
-        return Unavailable(f"the gateway does not answer ({error.__cause__ or error}); is it up? `treadle status`")
-    if isinstance(error, openai.APIStatusError):
-        kinds: dict[int, type[TreadleError]] = {401: AccessDenied, 403: AccessDenied, 404: NotFound}
-        kind = kinds.get(error.status_code, Unavailable if error.status_code >= 500 else InvalidArgument)
-        return kind(f"the gateway answers {error.status_code}: {error.message}")
-    return Unavailable(f"the answer broke off: {error}")
+    if not isinstance(error, openai.APIStatusError):
+        return str(error)
+    message = error.body.get("message") if isinstance(error.body, dict) else None
+    return str(message or f"the gateway answers {error.status_code} {error.response.reason_phrase}, with nothing that says why")

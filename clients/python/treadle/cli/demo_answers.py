@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from treadle.cli.conversation import refusal_text
 from treadle.contract.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _complete(client: OpenAI, model: str, prompt: str) -> Completion:
     try:
         answer = client.completions.create(model=model, prompt=prompt, max_tokens=ANSWER_TOKENS, temperature=0)
     except openai.OpenAIError as error:
-        raise Unavailable(f"{model} did not answer {prompt!r}: {error}; `treadle logs` may say why") from error
+        raise Unavailable(f"{model} did not answer {prompt!r}: {refusal_text(error)}; `treadle logs` may say why") from error
     treadle = (answer.model_extra or {}).get("treadle")
     usage = answer.usage.model_dump(exclude_none=True) if answer.usage is not None else {}
     text = answer.choices[0].text if answer.choices else ""

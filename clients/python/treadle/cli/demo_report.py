@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from treadle.cli.terminal import size_text
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -47,8 +49,11 @@ def pair_view(pair: Pair) -> RenderableType:
     return Group(Text(f"> {pair.prompt}", style="bold cyan"), table, "")
 
 
-def perplexity_view(scores: Sequence[Score]) -> RenderableType:
-    """Without first, then each memory with its difference."""
+def perplexity_view(scores: Sequence[Score], shuffled_band: str) -> RenderableType:
+    """Without first, then each memory with its difference, the shuffled one last.
+
+    shuffled_band: how far the perplexity with shuffled rows may be from that without
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -63,7 +68,10 @@ def perplexity_view(scores: Sequence[Score]) -> RenderableType:
     for score in scores:
         change = "" if score is without else f"{score.perplexity / without.perplexity - 1:+.1%}"
         table.add_row(score.memory or "none", f"{score.perplexity:.2f}", change)
-    note = f"{scores[-1].memory}: the same rows in each other's places, as from a fabric that delivers wrong ones"
+    note = (
+        f"{scores[-1].memory}: the same rows in each other's places, as from a fabric that delivers wrong ones; "
+        f"within {shuffled_band} of none expected on so few tokens"
+    )
     return Group(Text(title, style="bold"), table, Text(note, style="dim"), "")
 
 
@@ -85,7 +93,7 @@ def served_table(served: Sequence[Served]) -> Table:
         "worker: tokens looked up": [f"{one.tokens:,}" for one in served],
         "worker: rows looked up": [f"{one.rows:,}" for one in served],
         "pool: version": [one.pool_version[:VERSION_DIGITS_SHOWN] for one in served],
-        "pool: size": [f"{one.bytes / 2**20:.1f} MiB" for one in served],
+        "pool: size": [size_text(one.bytes) for one in served],
         "pool: readers, before → now": [f"{one.readers[0]} → {one.readers[1]}" for one in served],
     }
     for name, cells in lines.items():
@@ -96,7 +104,7 @@ def served_table(served: Sequence[Served]) -> Table:
 def counted_words(counted: PoolCounters) -> str:
     """What the pool's own counters say of the time since the first question."""
     rows = f"{counted.rows_sent:,} rows over gRPC" if counted.rows_sent else "no row over gRPC, as readers that map read in place"
-    return f"since the first question the pool has sent {counted.weights_bytes / 2**20:.1f} MiB of fusion weights and {rows}"
+    return f"since the first question the pool has sent {size_text(counted.weights_bytes)} of fusion weights and {rows}"
 
 
 def processes_words(processes: Mapping[str, int]) -> str:

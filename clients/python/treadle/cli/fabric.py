@@ -25,6 +25,7 @@ from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
 from treadle.cli.service_log import ServiceLog
 from treadle.cli.supervisor import GaveUp, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
+from treadle.cli.terminal import size_text
 from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 
 SUPERVISOR = "supervisor"  # name of its log
@@ -109,7 +110,7 @@ class FabricRun:
         self._check_ports()
         freed += sweep_abandoned(self.folder.home)
         if freed:
-            self._heard(Event("done", "sweep", f"freed {freed / 2**20:.0f} MiB that a crashed run had left in shared memory"))
+            self._heard(Event("done", "sweep", f"freed {size_text(freed)} that a crashed run had left in shared memory"))
 
     def _check_ports(self) -> None:
         options = self.options

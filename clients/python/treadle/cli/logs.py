@@ -29,7 +29,7 @@ def logs(
     known = sorted(path.stem for path in folder.glob("*.log"))
     chosen = [name for name in known if service in ("", name) or name.endswith(f"-{service}")]
     if not chosen:
-        raise NotFound(f"no log of {service or 'any service'} in {folder}; there are: {', '.join(known) or 'none'}")
+        raise NotFound(f"no log of {service or 'any service'} in {folder}; {_told(known)}")
     width = max(map(len, chosen)) if len(chosen) > 1 else 0
     show = _print_json if as_json else partial(_print, width)
     paths = {name: folder / f"{name}.log" for name in chosen}
@@ -45,6 +45,11 @@ def logs(
                 show(name, line)
         except KeyboardInterrupt:
             return
+
+
+def _told(known: list[str]) -> str:
+    """The logs that there are."""
+    return f"there {'are' if len(known) > 1 else 'is'} {', '.join(known) or 'none'}"
 
 
 def failure_lines(failure: Failure) -> list[str]:

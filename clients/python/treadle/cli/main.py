@@ -43,7 +43,7 @@ def build_app(wanted: str | None, found: Mapping[str, Plugin]) -> typer.Typer:
         elif name not in OWN:
             app.command(name, help=plugin.summary)(_not_called)
     if wanted in KNOWN and wanted not in found:
-        raise NotFound(f"`treadle {wanted}` comes with the package {KNOWN[wanted]}: pip install 'treadle[fabric]'")
+        raise NotFound(f"`treadle {wanted}` comes with the package {KNOWN[wanted].package}: pip install 'treadle[fabric]'")
     return app
 
 

@@ -13,10 +13,21 @@ import typer
 from treadle.contract.errors import NotFound
 
 GROUP = "treadle.commands"
-KNOWN = {  # what to install for a command that is not there
-    "pool": "treadle-engram-pool",
-    "model": "treadle-inference-worker",
-    "bench": "treadle-bench",
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A command of one of our own packages. `summary`: as its app says it, for those who do not import the app."""
+
+    package: str
+    summary: str
+
+
+KNOWN = {
+    "pool": Known("treadle-engram-pool", "Load, list, promote, verify and remove tables of a running pool."),
+    "engram": Known("treadle-engram-pool", "Grow a memory for a model from your own text, and measure it."),
+    "model": Known("treadle-inference-worker", "Language models on this machine."),
+    "bench": Known("treadle-bench", "Measure this machine, and what a memory gains."),
 }
 
 
@@ -35,7 +46,9 @@ class Plugin:
 
     @property
     def summary(self) -> str:
-        """The package's own summary, for `treadle --help`."""
+        """What it does, for `treadle --help`; of a command that is not ours, what its package says of itself."""
+        if self.name in KNOWN:  # a package has one summary and may bring several commands
+            return KNOWN[self.name].summary
         dist = self.entry.dist
         return str(dist.metadata["Summary"]) if dist is not None and "Summary" in dist.metadata else ""
 

@@ -17,7 +17,7 @@ from treadle.cli.fabric import GATEWAY, POOL, WORKER
 from treadle.cli.gateway import first_key, get
 from treadle.cli.logs import failure_lines
 from treadle.cli.run_folder import FabricState, Failure, RunFolder, ServiceRecord, home
-from treadle.cli.terminal import print_json, stdout
+from treadle.cli.terminal import print_json, size_text, stdout
 from treadle.contract.errors import TreadleError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _NOTES_OF_STAGE = {"ready": "no such process", "failing": "dies again and again; it goes on being started, its log says more"}
 VERSION_DIGITS_SHOWN = 12
+MEMORY_COLUMNS_MIN = 14  # for a name; the other columns, with counts up to a billion, leave as much of 80
 ASK_SECONDS = 2.0  # for one service; a busy machine answers in milliseconds
 
 
@@ -116,9 +117,14 @@ def _ask_gateway(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _pool_note(figures: dict[str, Any]) -> str:
-    names = sorted({str(model["model"]) for model in figures["models"]})
-    return f"{', '.join(names) or 'no tables'}: {figures['table_bytes'] / 2**20:.0f} MiB, {figures['page_bytes'] >> 10} KiB pages"
+def pool_note(figures: dict[str, Any]) -> str:
+    """What a pool holds, from its figures."""
+    models = figures["models"]
+    names = sorted({str(model["model"]) for model in models})
+    what = ", ".join(names) or "no tables"
+    if len(models) > len(names):  # a name alone would hide what its older versions take
+        what += f" ({len(names)} {'name' if len(names) == 1 else 'names'}, {len(models)} versions)"
+    return f"{what}: {size_text(sum(model['bytes'] for model in models))}, {figures['page_bytes'] >> 10} KiB pages"
 
 
 def _worker_note(figures: dict[str, Any]) -> str:
@@ -132,7 +138,7 @@ def _worker_note(figures: dict[str, Any]) -> str:
 _ASK: dict[str, Callable[[ServiceRecord, FabricState], dict[str, Any]]] = {
     POOL: _ask_pool, WORKER: _ask_worker, GATEWAY: _ask_gateway,
 }  # fmt: skip
-_NOTES: dict[str, Callable[[dict[str, Any]], str]] = {POOL: _pool_note, WORKER: _worker_note, GATEWAY: lambda figures: "ready"}
+_NOTES: dict[str, Callable[[dict[str, Any]], str]] = {POOL: pool_note, WORKER: _worker_note, GATEWAY: lambda figures: "ready"}
 
 
 def _document(state: FabricState | None, services: list[ServiceStatus], ready: bool) -> dict[str, Any]:
@@ -184,15 +190,16 @@ def _table(services: list[ServiceStatus]) -> Table:
 
 
 def memory_table(memories: Sequence[dict[str, Any]]) -> Table:
-    """What requests can choose, a line for each memory."""
+    """What requests can choose, a line for each memory; one that is closed opens when it is first used."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("memory", "version", "state", "requests", "tokens", "rows"):
-        table.add_column(column, justify="right" if column in ("requests", "tokens") else "left", no_wrap=column != "memory")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("memory", min_width=MEMORY_COLUMNS_MIN, overflow="fold")  # a name is what requests choose by: never cut
+    for column in ("version", "state", "requests", "tokens", "rows"):
+        table.add_column(column, justify="right" if column in ("requests", "tokens") else "left", no_wrap=True)
     for memory in memories:
-        state = "refused" if memory["refusal"] else "open" if memory["open"] else "opens when first used"
+        state = "refused" if memory["refusal"] else "open" if memory["open"] else "closed"
         rows = " ".join(filter(None, (memory["transport"], "added" if memory["fused"] else "shadowed")))
         table.add_row(
             memory["model"] + (" (default)" if memory["default"] else ""), memory["version"][:VERSION_DIGITS_SHOWN], state,

@@ -34,6 +34,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def size_text(byte_count: int) -> str:
+    """Bytes for people: one unit everywhere, so that two commands say the same of the same memory."""
+    return f"{byte_count / 1e6:.1f} MB"
+
+
 def print_json(document: Any) -> None:
     """One JSON document on standard output."""
     sys.stdout.write(json.dumps(document, indent=2, ensure_ascii=False) + "\n")

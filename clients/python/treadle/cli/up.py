@@ -31,7 +31,7 @@ from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
 from treadle.cli.segments import sweep_abandoned
 from treadle.cli.supervisor import DRAIN_SECONDS, READY_SECONDS, StopRequested
-from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, stderr, stdout
+from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, size_text, stderr, stdout
 from treadle.contract.errors import Unavailable
 
 DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # three services one after another, then files and locks
@@ -169,7 +169,7 @@ def take_down(folder: RunFolder) -> tuple[bool, str]:
     state = folder.read_any()
     if state is None or not state.supervisor.alive():
         freed = _clean_up(folder, state.services if state else ())
-        return False, "nothing is up" + (f"; freed {freed / 2**20:.0f} MiB that a crashed run left" if freed else "")
+        return False, "nothing is up" + (f"; freed {size_text(freed)} that a crashed run left" if freed else "")
     console, supervisor = stderr(), state.supervisor
     supervisor.send(signal.SIGTERM)
     with console.status(f"waiting for the drain (at most {DOWN_SECONDS:.0f} s)") if console.is_terminal else StepView(console):
