@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engram_pool.growing.overlap import LONG_NGRAM_TOKENS, covered, ngram_hashes
 from treadle.contract.errors import InvalidArgument, NotFound
-
-LONG_NGRAM_TOKENS = 24  # a run of this many tokens that stands elsewhere too is a quotation, not a turn of phrase
 
 
 class Split(StrEnum):
@@ -120,10 +118,10 @@ def overlap(
     train = [np.asarray(encode(unit.text), dtype=np.int64) for unit in domain.units[Split.TRAIN]]
     held = [np.asarray(encode(unit.text), dtype=np.int64) for unit in domain.units[split]]
     sample = set(np.random.default_rng(seed).choice(len(train), size=min(len(held), len(train) // 2), replace=False).tolist())
-    rest = _ngram_hashes([tokens for number, tokens in enumerate(train) if number not in sample], ngram_tokens)
+    rest = ngram_hashes([tokens for number, tokens in enumerate(train) if number not in sample], ngram_tokens)
     taken = [train[number] for number in sorted(sample)]
-    whole = np.union1d(rest, _ngram_hashes(taken, ngram_tokens))
-    return Overlap(ngram_tokens, _covered(held, whole, ngram_tokens), _covered(taken, rest, ngram_tokens))
+    whole = np.union1d(rest, ngram_hashes(taken, ngram_tokens))
+    return Overlap(ngram_tokens, covered(held, whole, ngram_tokens), covered(taken, rest, ngram_tokens))
 
 
 def read_text(path: Path) -> str:
@@ -158,32 +156,3 @@ def _require_apart(domain: Domain) -> None:
 
 def _wholes(domain: Domain, split: Split) -> set[str]:
     return {unit.whole for unit in domain.units[split]}
-
-
-def _hashes(tokens: NDArray[np.int64], length: int) -> NDArray[np.uint64]:
-    """A 64-bit polynomial hash of every run of `length` tokens; empty for shorter texts."""
-    if len(tokens) < length:
-        return np.empty(0, dtype=np.uint64)
-    count, out = len(tokens) - length + 1, np.zeros(len(tokens) - length + 1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for offset in range(length):
-            out = out * np.uint64(0x9E3779B97F4A7C15) + tokens[offset : offset + count].astype(np.uint64) + np.uint64(1)
-            out ^= out >> np.uint64(29)
-    return out
-
-
-def _ngram_hashes(texts: Sequence[NDArray[np.int64]], length: int) -> NDArray[np.uint64]:
-    return np.unique(np.concatenate([_hashes(tokens, length) for tokens in texts] or [np.empty(0, dtype=np.uint64)]))
-
-
-def _covered(texts: Sequence[NDArray[np.int64]], known: NDArray[np.uint64], length: int) -> float:
-    covered = total = 0
-    for tokens in texts:
-        hashes = _hashes(tokens, length)
-        hit = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes if len(known) else hashes != hashes
-        edges = np.zeros(len(tokens) + 1, dtype=np.int64)
-        edges[: len(hit)] += hit
-        edges[length : length + len(hit)] -= hit
-        covered += int((np.cumsum(edges)[:-1] > 0).sum())
-        total += len(tokens)
-    return covered / total if total else 0.0

@@ -6,6 +6,7 @@ an index; never pickles. Does not know how a layer computes (`model`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -124,6 +125,15 @@ def opened(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Iter
                 raise DataLoss(f"{path}: not a whole safetensors file: {error}") from error
             files.update(dict.fromkeys(file.keys(), file))
         yield Checkpoint(files, dtype, device)
+
+
+def weights_digest(folder: Path) -> str:
+    """sha256 over the names and bytes of the weight files of a folder: which model it is. Raises NotFound, DataLoss."""
+    digest = hashlib.sha256()
+    for path in _weight_files(folder):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engram_pool.growing.corpus import Corpus, Text
     from engram_pool.growing.growth import Order
 
-app = typer.Typer(no_args_is_help=True, help="Grow an Engram memory for a model from your own text, and see what it does.")
+app = typer.Typer(no_args_is_help=True, help="Grow a memory for a model from your own text, and measure it.")
 DEFAULT_MODEL = "smollm2-135m"
 SHIPPED_MIX = Path(__file__).parents[1] / "shipped" / "mix.txt.xz"
 
@@ -31,7 +31,12 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Model = Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads; default: all cores. Other threads, other last digits.")]
 Texts = Annotated[
-    list[Path], typer.Option("--text", help="Text files, UTF-8, also .xz; repeat it or use several.", show_default=False)
+    list[Path],
+    typer.Option(
+        "--text",
+        help="Text files, UTF-8, also .xz: --text a.txt --text b.txt, or with `grow` also --text a.txt b.txt.",
+        show_default=False,
+    ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N: where the model runs and the memory learns.")]
 Memory = Annotated[Path, typer.Argument(help="Folder of a grown memory.", show_default=False)]
@@ -42,6 +47,8 @@ CORES = len(os.sched_getaffinity(0))
 @app.command()
 def grow(
     text: Texts,
+    more: Annotated[list[Path] | None, typer.Argument(help="More text files, behind --text.", show_default=False)] = None,
+    *,
     name: Annotated[str, typer.Option(help="Name of the memory; requests choose it by this.", show_default=False)],
     model: Model = DEFAULT_MODEL,
     out: Annotated[Path | None, typer.Option(help="Folder to write; default: the name, here.")] = None,
@@ -69,6 +76,8 @@ def grow(
 ) -> None:
     """Grow a memory: the model stays frozen, rows and their projections learn. Interrupted, the same command goes on."""
     check_name(name)
+    if no_mix and mix:
+        raise InvalidArgument("--mix and --no-mix: one of them")
     _set_threads(threads)
     from engram_pool.growing.growth import Order
     from engram_pool.growing.recipe import MIX_EVERY, Recipe
@@ -78,11 +87,11 @@ def grow(
         tokens_max=tokens, passes=passes, seed=seed, mix_every=0 if no_mix else MIX_EVERY,
     )  # fmt: skip
     model_folder, model_name = _model(model)
-    mixed = [] if no_mix else mix or [SHIPPED_MIX]
-    corpus = _corpus(model_folder, recipe.block_tokens, text, held_out or [], mixed)
+    mixed = mix or [SHIPPED_MIX]
+    corpus = _corpus(model_folder, recipe.block_tokens, [*text, *(more or [])], held_out or [], mixed, learn_mix=not no_mix)
     order = Order(
         name, model_folder, model_name, (out or Path(name)).absolute(), precision, recipe, corpus,
-        tuple(path.name for path in mixed), source,
+        () if no_mix else tuple(path.name for path in mixed), source,
     )  # fmt: skip
     _carry_out(order, restart, device, as_json)
 
@@ -115,7 +124,7 @@ def add(
     parent, card = folder.read(memory).model, read_card(memory)
     recipe = rows_only(Recipe(seed=seed), parent, passes=passes)
     model_folder, model_name = _model(model)
-    corpus = _corpus(model_folder, recipe.block_tokens, text, held_out or [], [])
+    corpus = _corpus(model_folder, recipe.block_tokens, text, held_out or [], [SHIPPED_MIX], learn_mix=False)
     order = Order(
         name or parent.name, model_folder, model_name, out.absolute(), precision or str(card["precision"]), recipe, corpus,
         source=source, parent=memory,
@@ -198,11 +207,15 @@ def _carry_out(order: Order, restart: bool, device: str, as_json: bool) -> None:
     print_line(f"then ask for the model {order.model_name}+{model.name}, or:  treadle chat --engram {model.name}")
 
 
-def _corpus(model_folder: Path, length: int, text: list[Path], held_out: list[Path], mix: list[Path]) -> Corpus:
+def _corpus(model_folder: Path, length: int, text: list[Path], held_out: list[Path], mix: list[Path], *, learn_mix: bool) -> Corpus:
     from engram_pool.growing.corpus import corpus_of
 
     return corpus_of(
-        _tokenise(model_folder, text), length, held_out=_tokenise(model_folder, held_out), mix=_tokenise(model_folder, mix)
+        _tokenise(model_folder, text),
+        length,
+        held_out=_tokenise(model_folder, held_out),
+        mix=_tokenise(model_folder, mix),
+        learn_mix=learn_mix,
     )
 
 

@@ -5,6 +5,7 @@ Owns reading, the split and the order of blocks. Does not know a model or what i
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import lzma
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from engram_pool.growing.overlap import covered, ngram_hashes
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
 
-TEXT_BYTES_MAX = 1 << 30  # of all files together; 64 times this is a bound of what tokens and hashes of it take
+TEXT_BYTES_MAX = 1 << 30  # of one file, unpacked; tokens take up to 8 times a text's bytes, a quarter of that in practice
 TOKENS_MIN = 8 * 512  # below this nothing can be held out, and nothing is learnt
 PASSAGE_BLOCKS, HELD_OUT_EVERY = 4, 15  # of each 15 passages of four blocks the last is held out
 CHUNK_CHARACTERS = 1 << 20  # given to the tokenizer at once
@@ -40,9 +42,10 @@ class Corpus:
     train:    to learn from
     held_out: of the same text, never learnt from
     mix:      other text, to keep the rest of the language in place; may be empty
-    other:    of the mixed text, never used in training; may be empty
+    other:    the end of the mixed text, never used in training; may be empty
     digest:   over the token ids of the texts to learn from, held-out parts included
     names:    of those texts
+    repeated: share of the held-out tokens that lie in a long n-gram of what is learnt (see `overlap`)
     """
 
     train: Tokens
@@ -51,6 +54,16 @@ class Corpus:
     other: Tokens
     digest: str
     names: tuple[str, ...]
+    repeated: float = 0.0
+
+    @property
+    def blocks_digest(self) -> str:
+        """sha256 over every block that training reads, in order."""
+        digest = hashlib.sha256()
+        for part in (self.train, self.mix):
+            digest.update(repr(part.shape).encode())
+            digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+        return digest.hexdigest()
 
     def vocabulary(self) -> Tokens:
         """The different token ids of what is trained on, rising."""
@@ -58,8 +71,10 @@ class Corpus:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, unpacked where its name ends in .xz. Raises NotFound, DataLoss (torn .xz), InvalidArgument (not UTF-8: names
-    the offset; larger than TEXT_BYTES_MAX)."""
+    """A file's text with plain newlines and without a byte order mark, unpacked where its name ends in .xz.
+
+    Raises NotFound, DataLoss (torn .xz), InvalidArgument (not UTF-8, naming the offset; larger than TEXT_BYTES_MAX).
+    """
     if not path.is_file():
         raise NotFound(f"{path}: no such text file")
     try:
@@ -69,8 +84,10 @@ def read_text(path: Path) -> str:
         raise DataLoss(f"{path}: not a whole .xz file: {error}") from error
     if len(data) > TEXT_BYTES_MAX:
         raise InvalidArgument(f"{path}: more than {TEXT_BYTES_MAX} bytes of text; give fewer or smaller files")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data:
+        raise InvalidArgument(f"{path}: not UTF-8 but UTF-16, or no text at all; convert it, e.g. `iconv -f utf-16 -t utf-8`")
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise InvalidArgument(
             f"{path}: not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; convert it, e.g. `iconv -f latin1 -t utf-8`"
@@ -106,11 +123,15 @@ def split(texts: Sequence[Text], length: int) -> tuple[Tokens, Tokens]:
     return blocks[~held], blocks[held]
 
 
-def corpus_of(texts: Sequence[Text], length: int, *, held_out: Sequence[Text] = (), mix: Sequence[Text] = ()) -> Corpus:
+def corpus_of(
+    texts: Sequence[Text], length: int, *, held_out: Sequence[Text] = (), mix: Sequence[Text] = (), learn_mix: bool = True
+) -> Corpus:
     """The corpus of `texts`. held_out: texts of their own instead of passages of `texts`; mix: other text.
 
-    Raises InvalidArgument for too little text.
+    learn_mix: False: nothing of `mix` is trained on, its end is measured all the same
+    Raises InvalidArgument for too little text, or a text that is given twice.
     """
+    _require_apart([*texts, *held_out, *mix])
     if held_out:
         _require_enough(texts, length)
         train, held = blocks_of(_joined(texts), length), blocks_of(_joined(held_out), length)
@@ -119,15 +140,16 @@ def corpus_of(texts: Sequence[Text], length: int, *, held_out: Sequence[Text] = 
     if not len(held):
         raise InvalidArgument(f"held-out text: not one whole block of {length} tokens")
     mixed = blocks_of(_joined(mix), length) if mix else train[:0]
-    other = len(mixed) // HELD_OUT_EVERY  # from its end
+    if mix and len(mixed) < 2:
+        raise InvalidArgument(
+            f"{', '.join(text.name for text in mix)}: fewer than two blocks of {length} tokens to mix in; --no-mix does without"
+        )
+    other = -(-len(mixed) // HELD_OUT_EVERY) if len(mixed) < HELD_OUT_EVERY else len(mixed) // HELD_OUT_EVERY  # from its end
     return Corpus(
-        train,
-        held,
-        mixed[: len(mixed) - other],
-        mixed[len(mixed) - other :],
-        digest_of([*texts, *held_out]),
-        tuple(text.name for text in texts),
-    )
+        train, held, mixed[: len(mixed) - other] if learn_mix else mixed[:0], mixed[len(mixed) - other :],
+        digest_of([*texts, *held_out]), tuple(text.name for text in texts),
+        covered([held.reshape(-1)], ngram_hashes([train.reshape(-1)])),
+    )  # fmt: skip
 
 
 def digest_of(texts: Sequence[Text]) -> str:
@@ -137,6 +159,19 @@ def digest_of(texts: Sequence[Text]) -> str:
         digest.update(len(text.tokens).to_bytes(8, "little"))
         digest.update(text.tokens.astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
+
+
+def _require_apart(texts: Sequence[Text]) -> None:
+    """Raise InvalidArgument if two of the texts are one."""
+    seen: dict[str, str] = {}
+    for text in texts:
+        digest = digest_of([text])
+        first = seen.get(digest)
+        if first is not None:
+            raise InvalidArgument(
+                f"{text.name}: the same text as {first}; what is learnt, held out and mixed in must be different texts"
+            )
+        seen[digest] = text.name
 
 
 def _joined(texts: Sequence[Text]) -> Tokens:

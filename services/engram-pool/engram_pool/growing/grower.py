@@ -96,8 +96,6 @@ class Grower:
         loss, predicted = self._learn(text, mix, schedule(self.step_done / len(self.plan)))
         self.step_done += 1
         self.tokens_done += 0 if mix else text.size
-        if not math.isfinite(loss):
-            raise InvalidArgument(f"step {self.step_done}: the loss is {loss}; lower row_rate or projection_rate")
         return Report(self.step_done, len(self.plan), self.tokens_done, loss / predicted, mix, time.monotonic() - began)
 
     def _learn(self, text: NDArray[np.int64], mix: bool, factor: float) -> tuple[float, int]:
@@ -117,6 +115,10 @@ class Grower:
         targets = torch.from_numpy(np.where((wanted := targets_of(text).numpy()) < 0, -1, self._numbers[wanted]))
         loss = self.model.loss(hidden, targets, self._chosen)
         predicted = int((targets >= 0).sum())
+        if not math.isfinite(float(loss.detach())):  # before it is in every row
+            raise InvalidArgument(
+                f"step {self.step_done + 1}: the loss is {float(loss.detach())}; grow again with --restart and another --seed or text"
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for layer, (ids, rows) in looked_up.items():

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from engram_pool.growing import checkpoint, folder
-from engram_pool.growing.card import read_card
+from engram_pool.growing.card import CARD_SCHEMA, read_card
 from engram_pool.growing.corpus import Corpus
 from engram_pool.growing.evaluation import Scores, in_precision, score, shuffled
 from engram_pool.growing.grower import Grower, Report, spread_of
@@ -30,14 +33,15 @@ from treadle.contract.engram_model import row_layout
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument
 from treadle.nn.frozen import FrozenLM
 from treadle.nn.token_map import compressed_token_map, token_map_digest
+from treadle.nn.weights import weights_digest
 
 CPU = torch.device("cpu")
-CARD_SCHEMA = "treadle.engram-card/1"
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_SECONDS = 60.0  # at most this much work is lost by a kill
 EVAL_BLOCKS = 40  # blocks of each text that the card's perplexities are measured on, spread evenly
 KNOWN_PERPLEXITY = 6.0  # a text that the frozen model predicts this well, it has mostly seen
 TOKENS_FEW = 100_000  # below this most of what is learnt is style
+REPEATED_MANY = 0.2  # of the held-out tokens: from here on the figures measure reciting
 
 Watch = Callable[[Report], None]
 Say = Callable[[str], None]
@@ -69,34 +73,46 @@ class Growth:
         if order.out.exists():
             raise InvalidArgument(f"{order.out}: is there already; choose another place with --out, or remove it")
         row_layout(order.precision, order.recipe.dim)  # hours before it is needed
+        self._make_room()
         self._say("loading the model")
         self.model = FrozenLM.load(order.model_folder, device=chosen)
         if max(order.recipe.layers) >= self.model.config.layers:
             raise InvalidArgument(
                 f"layers {list(order.recipe.layers)}: the model has {self.model.config.layers} layers, counted from 0"
             )
+        self._weights = weights_digest(order.model_folder)
         self._parent = folder.read(order.parent) if order.parent is not None else None
         self._memory = self._begin()
+        self._tokens_learnt = 0
         self._warn()
 
     def train(self, watch: Watch) -> None:
-        """Take every step that is left, saving a checkpoint each CHECKPOINT_SECONDS and when interrupted."""
+        """Take every step that is left, saving a checkpoint each CHECKPOINT_SECONDS and when interrupted.
+
+        SIGINT and SIGTERM are heard between steps, where the state is whole; then KeyboardInterrupt is raised. A step that fails
+        leaves the checkpoint before it.
+        """
         grower = Grower(self.model, self._memory, self.order.corpus, self.order.recipe)
         path, identity = self._work / CHECKPOINT, self._identity()
-        self._work.mkdir(parents=True, exist_ok=True)
+        self._work.mkdir(exist_ok=True)
         if path.is_file():
             grower.restore(checkpoint.load(path, identity))
             self._say(f"going on from step {grower.step_done} of {len(grower.plan)}")
         saved = time.monotonic()
-        try:
+        with interrupts_held() as interrupted:
             for report in grower.run():
                 watch(report)
+                if interrupted():
+                    checkpoint.save(path, grower.state(), identity)
+                    self._say(
+                        f"interrupted behind step {report.step} of {report.steps}; the same command goes on, with --restart it begins again"
+                    )
+                    raise KeyboardInterrupt
                 if time.monotonic() - saved > CHECKPOINT_SECONDS:
                     checkpoint.save(path, grower.state(), identity)
                     saved = time.monotonic()
-        finally:
-            checkpoint.save(path, grower.state(), identity)
-        self._memory = grower.memory.to(CPU)
+        checkpoint.save(path, grower.state(), identity)
+        self._memory, self._tokens_learnt = grower.memory.to(CPU), grower.tokens_done
 
     def restart(self) -> None:
         """Forget the checkpoint of an earlier run to the same place."""
@@ -110,10 +126,22 @@ class Growth:
         shutil.rmtree(self._work, ignore_errors=True)
         return model, read_card(self.order.out)
 
+    def _make_room(self) -> None:
+        """The place for the checkpoint, before anything takes time."""
+        try:
+            self._work.mkdir(parents=True, exist_ok=True)
+            if not any(self._work.iterdir()):
+                self._work.rmdir()  # nothing stays behind of an order that is refused later
+        except OSError as error:
+            raise InvalidArgument(f"--out {self.order.out}: {self._work} cannot be made: {error.strerror}") from error
+
     def _begin(self) -> Memory:
         order = self.order
         token_map, compressed = compressed_token_map(order.model_folder / "tokenizer.json")
         if self._parent is not None:
+            grown_for = self._parent.card["model"].get("weights", self._weights)
+            if grown_for != self._weights:
+                raise FingerprintMismatch(f"{order.parent}: weights of the model", grown_for, self._weights)
             digest = token_map_digest(token_map)
             if digest != self._parent.model.token_map:
                 raise FingerprintMismatch("token_map", str(self._parent.model.token_map), digest)
@@ -123,7 +151,15 @@ class Growth:
         return Memory.begin(order.name, order.recipe, token_map, compressed, eos[0] if eos else 0, self.model.config.hidden, spread)
 
     def _warn(self) -> None:
-        order, learnt = self.order, self.order.corpus.train.size
+        order, there = self.order, self.order.corpus.train.size
+        wanted = order.recipe.tokens_max
+        learnt = min(there, wanted) if wanted else there
+        if wanted > there:
+            self._say(f"warning: --tokens {wanted}: the text has {there} to learn from, each is learnt from once")
+        if order.corpus.repeated > REPEATED_MANY:
+            self._say(
+                f"warning: {order.corpus.repeated:.0%} of the held-out text stands word for word in what is learnt: its figures measure reciting"
+            )
         if order.recipe.passes > 1 and order.recipe.projection_rate > 0:
             self._say(
                 f"warning: {order.recipe.passes} passes: from the second on every n-gram looks known, the gate learns to trust blindly, "
@@ -156,8 +192,8 @@ class Growth:
     def _identity(self) -> dict[str, str]:
         order = self.order
         return {
-            "name": order.name, "text": order.corpus.digest, "blocks": _digest(order.corpus), "recipe": json.dumps(order.recipe.to_json()),
-            "model": order.model_name, "parent": self._parent.model.version if self._parent is not None else "",
+            "name": order.name, "text": order.corpus.digest, "blocks": order.corpus.blocks_digest,
+            "recipe": json.dumps(order.recipe.to_json()), "model": self._weights, "parent": self._parent.model.version if self._parent is not None else "",
         }  # fmt: skip
 
     def _card(self, figures: Mapping[str, Scores]) -> dict[str, Any]:
@@ -169,10 +205,13 @@ class Growth:
             perplexity[text]["tokens"] = len(scores.nats) * scores.tokens
         return {
             "schema": CARD_SCHEMA, "name": order.name, "precision": order.precision, "recipe": order.recipe.to_json(),
-            "model": {"name": order.model_name, "layers": self.model.config.layers, "hidden": self.model.config.hidden},
+            "model": {
+                "name": order.model_name, "layers": self.model.config.layers, "hidden": self.model.config.hidden, "weights": self._weights,
+            },
+            "tokens_learnt": self._tokens_learnt,
             "text": {
                 "names": list(corpus.names), "digest": corpus.digest, "source": order.source, "train_tokens": int(corpus.train.size),
-                "held_out_tokens": int(corpus.held_out.size), "mix": list(order.mix_names), "mix_tokens": int(corpus.mix.size),
+                "held_out_tokens": int(corpus.held_out.size), "held_out_repeated": round(corpus.repeated, 4), "mix": list(order.mix_names), "mix_tokens": int(corpus.mix.size),
             },
             "parent": None if self._parent is None else {"name": self._parent.model.name, "version": self._parent.model.version},
             "perplexity": perplexity, "seed": order.recipe.seed,
@@ -214,6 +253,16 @@ def _spread(blocks: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     return blocks[np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)]
 
 
-def _digest(corpus: Corpus) -> str:
-    shapes: Sequence[int] = [len(part) for part in (corpus.train, corpus.held_out, corpus.mix, corpus.other)]
-    return "/".join(map(str, shapes))
+@contextmanager
+def interrupts_held() -> Iterator[Callable[[], bool]]:
+    """Within, SIGINT and SIGTERM are only remembered; what is yielded tells whether one came. Nothing is done outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

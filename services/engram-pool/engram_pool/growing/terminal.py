@@ -13,6 +13,7 @@ from engram_pool.terminal import print_line, print_table, size_text
 if TYPE_CHECKING:
     from engram_pool.growing.grower import Report
 
+PERPLEXITY_OF = {"held_out": "held out", "other_text": "other text"}
 SMOOTHING = 0.05  # weight of the newest step in the loss that is shown
 
 
@@ -75,7 +76,7 @@ def print_card(card: Mapping[str, Any]) -> None:
     lines = [
         ("memory", f"{card['name']} {card['version'][:12]}, for {card['model']['name']}"),
         ("text", f"{', '.join(text['names'])}: {text['train_tokens']:,} tokens" + (f"; {text['source']}" if text["source"] else "")),
-        ("learnt", f"{recipe['tokens_max'] or text['train_tokens']:,} tokens, {recipe['passes']} pass(es), seed {card['seed']}"),
+        ("learnt", f"{card['tokens_learnt']:,} tokens, {recipe['passes']} pass{'es' if recipe['passes'] > 1 else ''}, seed {card['seed']}"),
         ("layers", f"{', '.join(map(str, recipe['layers']))}; rows learnt {', '.join(f'{n:,}' for n in card['rows_learnt'].values())}"),
         ("size", f"{size_text(sizes['rows_bytes'])} rows ({card['precision']}), {size_text(sizes['fusion_bytes'])} projections"),
     ]  # fmt: skip
@@ -85,7 +86,7 @@ def print_card(card: Mapping[str, Any]) -> None:
         states = [f"{state} {figures[state]:.2f}" for state in ("off", "on", "shuffled") if state in figures]
         change = figures["on"] / figures["off"] - 1
         lines.append(
-            (f"perplexity, {name.replace('_', ' ')}", f"{', '.join(states)}  ({change:+.1%}; {figures['tokens']:,} tokens)")
+            (f"perplexity, {PERPLEXITY_OF.get(name, name)}", f"{', '.join(states)}  ({change:+.1%}; {figures['tokens']:,} tokens)")
         )
     print_table(("", ""), lines, empty="")
 
@@ -95,7 +96,7 @@ def print_comparison(lines: Sequence[Mapping[str, Any]]) -> None:
     cells = [
         (
             str(line["memory"]), f"{line['perplexity']:.3f}", f"{line['ratio']:.4f}",
-            f"{line['ratio_ci95'][0]:.4f} to {line['ratio_ci95'][1]:.4f}",
+            f"{line['ratio_ci95'][0]:.4f} to {line['ratio_ci95'][1]:.4f}" if line["ratio_ci95"] else "",
         )
         for line in lines
     ]  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from engram_pool.growing import growth
 from engram_pool.growing.commands import app
-from treadle.contract.errors import TreadleError
+from engram_pool.growing.corpus import read_text
+from engram_pool.growing.optimiser import RowAdagrad
+from treadle.contract.errors import DataLoss, FingerprintMismatch, TreadleError
 
 NAMES = ["Abel", "Cain", "Seth", "Enosh", "Kenan", "Jared", "Enoch", "Noah", "Shem", "Ham", "Japheth", "Terah"]
 
@@ -142,7 +147,7 @@ def test_a_killed_growth_goes_on_and_ends_with_the_same_version(place: Path, mem
             break
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
-    assert process.returncode != 0
+    assert process.returncode == 130
     assert not (place / "again").exists()
     done = run(*arguments, "--json", cwd=place)
     assert "going on from step" in done.stderr
@@ -162,6 +167,13 @@ def test_a_killed_growth_goes_on_and_ends_with_the_same_version(place: Path, mem
         (["grow", "--text", "text.txt", "--name", "x", "--device", "tpu"], "--device: cpu, cuda or cuda:N"),
         (["grow", "--text", "text.txt", "--name", "x", "--device", "cuda:99"], "sees"),
         (["grow", "--text", "text.txt", "--name", "none"], "means something else"),
+        (["grow", "--text", "utf16.txt", "--name", "x"], "UTF-16"),
+        (["grow", "--text", "text.txt", "--text", "text.txt", "--name", "x"], "the same text as text.txt"),
+        (["grow", "--text", "text.txt", "same.txt", "--name", "x"], "same.txt: the same text as text.txt"),
+        (["grow", "--text", "text.txt", "--held-out", "same.txt", "--name", "x"], "the same text as text.txt"),
+        (["grow", "--text", "text.txt", "--mix", "short.txt", "--name", "x"], "to mix in"),
+        (["grow", "--text", "text.txt", "--mix", "other.txt", "--no-mix", "--name", "x"], "--mix and --no-mix"),
+        (["grow", "--text", "text.txt", "--name", "x", "--out", "text.txt/x"], "--out"),
         (["eval", "nowhere", "--text", "text.txt"], "nowhere"),
     ],
 )
@@ -172,6 +184,8 @@ def test_bad_input_is_refused_before_any_work(
     monkeypatch.chdir(place)
     (place / "latin.txt").write_bytes("Ünïcode ".encode("latin-1") * 100)
     (place / "short.txt").write_text("too short", encoding="utf-8")
+    (place / "utf16.txt").write_bytes("Sixteen bits of each letter. ".encode("utf-16-le") * 100)
+    (place / "same.txt").write_bytes((place / "text.txt").read_bytes())
     with pytest.raises(TreadleError, match=re.escape(message)):
         CliRunner().invoke(app, [*arguments, "--model", str(model_folder), "--threads", "1"], catch_exceptions=False)
     assert not (place / "x").exists()
@@ -188,3 +202,87 @@ def test_several_passes_are_warned_of(place: Path, model_folder: Path) -> None:
     )  # fmt: skip
     assert done.exit_code == 0
     assert "warning: 2 passes" in done.stderr
+
+
+def test_an_interrupt_waits_for_the_end_of_its_step(
+    place: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half an update in the checkpoint would be done twice when the run goes on."""
+    arguments = ["grow", "--model", str(model_folder), "--text", str(place / "more.txt"), "--no-mix", "--name", "held", *SIZES]
+    whole = document(*arguments, "--out", str(place / "held-whole"))
+    step = RowAdagrad.step
+
+    def interrupted_step(self: RowAdagrad, *args: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        step(self, *args)
+
+    monkeypatch.setattr(RowAdagrad, "step", interrupted_step)
+    stopped = CliRunner().invoke(app, [*arguments, "--out", str(place / "held-again")])
+    assert stopped.exit_code != 0
+    assert "interrupted behind step 1 of" in stopped.stderr
+    monkeypatch.undo()
+    assert document(*arguments, "--out", str(place / "held-again"))["version"] == whole["version"]
+
+
+def test_a_checkpoint_of_another_model_or_mix_is_refused(place: Path, model_folder: Path, tmp_path: Path) -> None:
+    (place / "mix-1.txt").write_text("the fish swam far away .\n" * 900, encoding="utf-8")
+    (place / "mix-2.txt").write_text("the bird flew very high .\n" * 900, encoding="utf-8")
+    other_model = tmp_path / "other"
+    shutil.copytree(model_folder, other_model)
+    weights = load_file(other_model / "model.safetensors")
+    save_file({name: tensor * 1.01 for name, tensor in weights.items()}, other_model / "model.safetensors", {"format": "pt"})
+
+    def grow(model: Path, mix: str) -> Any:
+        arguments = ["--model", str(model), "--text", str(place / "more.txt"), "--mix", str(place / mix), "--name", "tied", *SIZES]
+        return CliRunner().invoke(app, ["grow", *arguments, "--out", str(place / "tied")], catch_exceptions=False)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(RowAdagrad, "step", lambda *_: signal.raise_signal(signal.SIGINT))
+        assert grow(model_folder, "mix-1.txt").exit_code != 0
+    with pytest.raises(FingerprintMismatch, match="blocks"):
+        grow(model_folder, "mix-2.txt")
+    with pytest.raises(FingerprintMismatch, match="model"):
+        grow(other_model, "mix-1.txt")
+
+
+def test_what_is_odd_about_a_text_is_said(place: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "KNOWN_PERPLEXITY", 1e9)
+    (place / "twice.txt").write_text(genealogy(1500, seed=9) * 2, encoding="utf-8")
+    arguments = ["--model", str(model_folder), "--text", str(place / "twice.txt"), "--no-mix", "--tokens", "999999", *SIZES]
+    done = CliRunner().invoke(app, ["grow", *arguments, "--name", "odd", "--out", str(place / "odd")], catch_exceptions=False)
+    for remark in (
+        "mostly seen this text already",
+        "word for word",
+        "most of what so little text gives",
+        "--tokens 999999: the text has",
+    ):
+        assert remark in done.stderr
+    card = json.loads((place / "odd" / "card.json").read_text())
+    assert 0 < card["tokens_learnt"] == card["text"]["train_tokens"]
+    assert "other_text" in card["perplexity"]
+
+
+def test_a_card_changed_by_hand_and_a_memory_of_another_model_are_refused(
+    memory: Path, model_folder: Path, tmp_path: Path, place: Path
+) -> None:
+    (tmp_path / "card.json").write_text('{"name": "a"}')
+    with pytest.raises(DataLoss, match="engram-card"):
+        CliRunner().invoke(app, ["card", str(tmp_path)], catch_exceptions=False)
+    (tmp_path / "card.json").write_text('{"schema": "treadle.engram-card/1", "name": "a"}')
+    with pytest.raises(DataLoss, match="version, precision"):
+        CliRunner().invoke(app, ["card", str(tmp_path)], catch_exceptions=False)
+    narrow = tmp_path / "narrow"
+    shutil.copytree(model_folder, narrow)
+    config = json.loads((narrow / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(config | {"hidden_size": config["hidden_size"] // 2}))
+    with pytest.raises(FingerprintMismatch, match="hidden size"):
+        CliRunner().invoke(
+            app,
+            ["eval", str(memory), "--text", str(place / "new.txt"), "--model", str(narrow), "--threads", "1"],
+            catch_exceptions=False,
+        )
+
+
+def test_a_byte_order_mark_and_foreign_line_ends_are_not_learnt(tmp_path: Path) -> None:
+    (tmp_path / "marked.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert read_text(tmp_path / "marked.txt") == "one\ntwo\n"

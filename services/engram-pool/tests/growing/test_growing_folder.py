@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from engram_pool.growing import folder
+from engram_pool.growing.card import CARD_SCHEMA, NEEDED
 from engram_pool.growing.evaluation import in_precision
 from engram_pool.growing.grower import Grower
 from engram_pool.growing.memory import delta
@@ -17,16 +19,18 @@ from treadle.contract.engram_model import CARD_BYTES_MAX
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
 from treadle.nn.fusion import EngramFusion
 
+CARD: dict[str, Any] = dict.fromkeys(NEEDED) | {"schema": CARD_SCHEMA, "name": "names"}
+
 
 @pytest.fixture
 def written(tmp_path: Path, grown: Grower) -> Path:
-    folder.write(tmp_path / "names", grown.memory, "int4", {"name": "names", "precision": "int4"})
+    folder.write(tmp_path / "names", grown.memory, "int4", CARD)
     return tmp_path / "names"
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8", "int4"])
 def test_a_folder_reads_back_as_the_memory_in_its_precision(tmp_path: Path, grown: Grower, precision: str) -> None:
-    model = folder.write(tmp_path / "names", grown.memory, precision, {"name": "names"})
+    model = folder.write(tmp_path / "names", grown.memory, precision, CARD)
     back, served = folder.read(tmp_path / "names"), in_precision(grown.memory, precision)
     assert back.model == model
     assert back.card["version"] == model.version
