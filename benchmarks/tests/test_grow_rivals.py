@@ -1,11 +1,17 @@
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from treadle.contract.errors import InvalidArgument
 from treadle.nn.config import ModelConfig
+from treadle_bench.grow import lora_run
 from treadle_bench.grow.lora_run import rank_for
-from treadle_bench.grow.lora_script import steps_of
+from treadle_bench.grow.lora_script import asked, data_digest, steps_of
 from treadle_bench.grow.mixture import fit_weights, mixed_nll
 from treadle_bench.grow.ngram import CONTEXT_BYTES, ENTRY_BYTES, FIRST_BYTES, NgramModel
 
@@ -119,3 +125,63 @@ def test_lora_sees_blocks_in_order_and_other_text_each_fifth_step() -> None:
     assert steps[3] == list(range(8))  # the second pass
     assert steps[4] == [-1, -1]
     assert all(not mixed for (_, mixed), _ in zip(steps_of(blocks, mix[:0]), range(12), strict=False))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Path:
+    """An interpreter that trains nothing and writes a result, so that a result which was kept can be told from a new one."""
+    path = tmp_path / "python"
+    path.write_text(
+        f"#!{sys.executable}\nimport json, sys\nopen(sys.argv[sys.argv.index('--out') + 1], 'w').write(json.dumps({{'new': True}}))\n"
+    )
+    path.chmod(0o755)
+    return path
+
+
+def lora_options(folder: Path) -> dict[str, Any]:
+    np.savez(folder / "data.npz", train=np.arange(12).reshape(3, 4), mix=np.zeros((1, 4), dtype=np.int64))
+    return {
+        "data": folder / "data.npz", "model": folder, "out": folder / "out.json", "rank": 13, "rate": 1e-3, "cpu-seconds": 90.24,
+        "seed": 0,
+    }  # fmt: skip
+
+
+def kept_result(options: dict[str, Any]) -> dict[str, Any]:
+    about = asked(options["rank"], options["rate"], options["cpu-seconds"], options["seed"], options["data"])
+    return {"sets": {"validation": [1.0]}, **about}
+
+
+def test_lora_is_not_trained_again_where_its_result_is_of_the_same_training(trainer: Path, tmp_path: Path) -> None:
+    options = lora_options(tmp_path)
+    options["out"].write_text(json.dumps(kept_result(options)))
+    assert lora_run._train(trainer, options, ("validation",)) == kept_result(options)
+    assert lora_run._train(trainer, options, ("held-parts",)) == {"new": True}
+
+
+@pytest.mark.parametrize(("name", "other"), [("rank", 12), ("rate", 3e-3), ("cpu-seconds", 91.0), ("seed", 1)])
+def test_lora_s_result_of_another_training_is_not_taken(trainer: Path, tmp_path: Path, name: str, other: float) -> None:
+    options = lora_options(tmp_path)
+    options["out"].write_text(json.dumps(kept_result(options | {name: other})))
+    assert lora_run._train(trainer, options, ("validation",)) == {"new": True}
+
+
+def test_lora_s_result_of_other_data_or_that_does_not_say_of_which_is_not_taken(trainer: Path, tmp_path: Path) -> None:
+    options = lora_options(tmp_path)
+    before = kept_result(options)
+    np.savez(options["data"], train=np.arange(12).reshape(3, 4) + 1, mix=np.zeros((1, 4), dtype=np.int64))
+    silent = {name: value for name, value in kept_result(options).items() if name != "data_digest"}
+    for result in (before, silent):
+        options["out"].write_text(json.dumps(result))
+        assert lora_run._train(trainer, options, ("validation",)) == {"new": True}
+
+
+def test_the_digest_of_lora_s_data_is_of_its_values_and_names(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.int64).reshape(2, 3)
+    for name, arrays in {
+        "one": {"train": values, "mix": values[:1]}, "same": {"mix": values[:1], "train": values},
+        "renamed": {"train": values, "mixed": values[:1]}, "reshaped": {"train": values.reshape(3, 2), "mix": values[:1]},
+    }.items():  # fmt: skip
+        np.savez(tmp_path / f"{name}.npz", **arrays)  # type: ignore[arg-type,unused-ignore]
+    one, same, renamed, reshaped = (data_digest(tmp_path / f"{name}.npz") for name in ("one", "same", "renamed", "reshaped"))
+    assert one == same
+    assert len({one, renamed, reshaped}) == 3

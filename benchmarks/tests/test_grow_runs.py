@@ -4,6 +4,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +144,30 @@ def test_other_texts_than_the_baseline_s_are_refused(tmp_path: Path, corpus: Cor
     measuring.require_same_texts(store, Material("kjv", "one", corpus, {}))
     with pytest.raises(FingerprintMismatch, match="texts of kjv"):
         measuring.require_same_texts(store, Material("kjv", "other", corpus, {}))
+
+
+def test_overlaps_are_added_to_a_baseline_that_is_there_and_change_nothing_else_of_it(tmp_path: Path, corpus: Corpus) -> None:
+    store, material = Store(tmp_path), Material("kjv", "one", corpus, {})
+    overlaps = {"held-parts": {"ngram_tokens": 24, "held": 0.0113, "itself": 0.0164}}
+    assert not measuring.note_overlaps(store, material, overlaps)  # nothing was measured yet
+    frozen = Record("kjv", Kind.FROZEN, 0, 0, "on", {"held-parts": Scores((0,), (1.0,))}, LENGTH, digest="one", notes={"a": 1})
+    store.put(frozen)
+    assert not measuring.note_overlaps(store, material, overlaps)  # its losses of single tokens are gone: measure anew
+    measuring.frozen_losses_path(store, "kjv").touch()
+    assert measuring.note_overlaps(store, material, overlaps)
+    assert store.get("kjv", Kind.FROZEN, 0, 0) == replace(frozen, notes={"a": 1, measuring.OVERLAP_NOTE: overlaps})
+    with pytest.raises(FingerprintMismatch, match="texts of kjv"):
+        measuring.note_overlaps(store, Material("kjv", "other", corpus, {}), overlaps)
+
+
+def test_the_baseline_keeps_the_overlaps_that_were_measured_with_it(
+    tmp_path: Path, corpus: Corpus, model: FrozenLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "TOKENS_A_BLOCK", LENGTH - 1)
+    store, material = Store(tmp_path), Material("kjv", "one", corpus, {"held-parts": corpus.held_out})
+    overlaps = {"held-parts": {"ngram_tokens": 24, "held": 0.1, "itself": 0.2}}
+    measuring.measure_frozen(Run("kjv", Kind.FROZEN), material, model, store, measuring.QUICK, overlaps)
+    assert store.get("kjv", Kind.FROZEN, 0, 0).notes[measuring.OVERLAP_NOTE] == overlaps
 
 
 def test_a_memory_is_done_when_its_marks_and_all_states_of_the_last_are_there(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,8 @@ from treadle.contract.errors import NotFound
 from treadle.nn import model_fetch
 from treadle_bench.grow import shipped, tables
 from treadle_bench.grow.driver import Place, drive, is_met
-from treadle_bench.grow.figures import Figures, goals_of, rows_of
+from treadle_bench.grow.figures import Figures, rows_of
+from treadle_bench.grow.goals import goals_of
 from treadle_bench.grow.other_texts import texts_folder
 from treadle_bench.grow.runs import Run, needs, ordered_runs
 from treadle_bench.grow.store import Store
@@ -59,12 +60,13 @@ def run_and_show(options: GrowOptions, *, run: bool) -> list[Goal]:
     goals, command = [] if options.quick else goals_of(figures), " ".join(["treadle", *sys.argv[1:]])
     if options.as_json:
         lines = [line for domain in figures.domains for line in figures.lines(domain)]
-        sys.stdout.write(json.dumps(document(rows_of(lines), goals, {"quick": options.quick, "work": str(work)})) + "\n")
+        extra = {"quick": options.quick, "work": str(work), "goals": [asdict(goal) | {"met": goal.met} for goal in goals]}
+        sys.stdout.write(json.dumps(document(rows_of(lines), goals, extra)) + "\n")
     else:
         tables.show(figures, command, judged=not options.quick)
-        tables.write_markdown(figures, command, work / REPORT_FILE)
+        tables.write_markdown(figures, command, work / REPORT_FILE, judged=not options.quick)
         _say(f"as Markdown: {work / REPORT_FILE}")
-    return goals
+    return list(goals)
 
 
 def evaluate_shipped(options: GrowOptions) -> list[Goal]:

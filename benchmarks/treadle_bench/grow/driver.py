@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.contract.errors import InvalidArgument
-from treadle_bench.grow.runs import Kind, Run, marks_of, needs
+from treadle_bench.grow.runs import Kind, Run, marks_kept, marks_of, needs
 from treadle_bench.grow.store import ON, Store
 
 JOBS_MAX = 16
@@ -34,9 +34,7 @@ class Place:
 
 def is_done(run: Run, store: Store) -> bool:
     """True if every mark of a run was measured (states other than "on" are a part of the last mark, and are made before it ends)."""
-    marks = (0,) if run.kind is Kind.FROZEN else marks_of(run)
-    marks = marks[-1:] if run.kind is Kind.LORA else marks
-    return all(store.has(run.domain, run.kind, run.seed, mark, ON) for mark in marks) and not _unfinished(run, store)
+    return all(store.has(run.domain, run.kind, run.seed, mark, ON) for mark in marks_kept(run)) and not _unfinished(run, store)
 
 
 def is_met(need: Run, store: Store) -> bool:

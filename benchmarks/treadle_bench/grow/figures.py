@@ -1,29 +1,36 @@
-"""From the store's records to lines of a table, rows of the bench output and goals.
+"""From the store's records to lines of a table and rows of the bench output.
 
-Owns which figure is held against which goal, and how seeds enter: a line has one run for each seed that was measured at that
-mark, all against the one frozen model, block by block. Does not print (`tables`) or measure.
+Owns how seeds enter: a line has one run for each seed that was measured at that
+mark, all against the one frozen model, block by block. Does not judge (`goals`), print (`tables`) or measure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treadle_bench.grow.domains import Split
-from treadle_bench.grow.intervals import Floats, Ratio, gain_difference, paired, perplexity, ratio, tail_perplexity
-from treadle_bench.grow.memory_run import GATE_STATE, STATES
+from treadle_bench.grow.intervals import (
+    Floats,
+    Interval,
+    Ratio,
+    gain_difference,
+    gain_growth,
+    paired,
+    perplexity,
+    ratio,
+    tail_perplexity,
+)
+from treadle_bench.grow.measuring import OVERLAP_NOTE
+from treadle_bench.grow.memory_run import GATE_STATE
 from treadle_bench.grow.other_texts import OTHERS
-from treadle_bench.grow.runs import MAIN_TOKENS, Kind
+from treadle_bench.grow.runs import Kind
 from treadle_bench.grow.store import ON, Record, Store
-from treadle_bench.report import Goal, Row
+from treadle_bench.report import Row
 
 PARTS, WHOLES = Split.HELD_PARTS.value, Split.HELD_WHOLES.value
 SETS = (PARTS, WHOLES, *OTHERS)
-GOAL_DOMAIN = "kjv"
-PARTS_RATIO_MAX, WHOLES_RATIO_MAX, OTHER_RATIO_MAX, CPU_MINUTES_MAX = 0.80, 0.85, 1.01, 25.0
-TOY_POINTS_MIN, TOY_MARK, TOY_MARK_BEFORE = 4.0, 300_000, 100_000
-PRECISION_CHANGE_MAX, WRONG_ROWS_CHANGE_MAX = 0.002, 0.01
-
 _STATE_ORDER = (ON, "bf16", "fp8", "int4", "shuffled", "random", GATE_STATE, "one-weight")
 _KIND_ORDER = (Kind.FROZEN, Kind.MEMORY, Kind.TOY, Kind.NGRAM, Kind.LORA)
 
@@ -34,8 +41,18 @@ class Cell:
 
     perplexity: float
     worst_block: float  # 99th percentile of single blocks' perplexity
-    n: int
+    n: int  # blocks, those of every seed counted
+    blocks: int  # that the figure is over: the ratio's, which every seed and the frozen model have
     ratio: Ratio | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Points of perplexity (% of the frozen model's) on held-out parts beyond the toy table; 95 % interval; over so many seeds."""
+
+    points: float
+    interval: Interval | None
+    seeds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,24 +119,42 @@ class Figures:
             return None
         return paired([r.sets[set_name] for r in ours], [r.sets[set_name] for r in theirs], ours[0].tokens_a_block)
 
-    def gain_over_toy(self, domain: str, mark: int) -> tuple[float, tuple[float, float] | None] | None:
-        """Points of perplexity on held-out parts that the memory gains beyond the toy table, over the seeds that both have."""
-        seeds = {r.seed for r in self.records(domain, Kind.MEMORY, mark)} & {r.seed for r in self.records(domain, Kind.TOY, mark)}
+    def gain_over_toy(self, domain: str, mark: int) -> Gain | None:
+        """What the memory gains beyond the toy table, over the seeds that both have."""
+        sides = self._toy_sides(domain, (mark,))
+        return None if sides is None else Gain(*gain_difference(*sides[0]), len(sides[0][0]))
+
+    def toy_growth(self, domain: str, early: int, late: int) -> Gain | None:
+        """By how much that is more at mark `late` than at `early`, over the seeds and blocks that all four have."""
+        sides = self._toy_sides(domain, (early, late))
+        return None if sides is None else Gain(*gain_growth(sides[0], sides[1]), len(sides[0][0]))
+
+    def toy_gains(self, domain: str) -> list[tuple[int, Gain]]:
+        """Mark and gain over the toy table wherever both were measured."""
+        gains = [(mark, self.gain_over_toy(domain, mark)) for mark in self.marks(domain, Kind.TOY)]
+        return [(mark, gain) for mark, gain in gains if gain is not None]
+
+    def marks(self, domain: str, kind: Kind, state: str = ON) -> list[int]:
+        """Marks at which that was measured, rising."""
+        return sorted(mark for of, each, this, mark in self._groups if (of, each, this) == (domain, kind, state))
+
+    def overlaps(self, domain: str) -> Mapping[str, Mapping[str, float]]:
+        """What of each held-out split the training text repeats, as `material.overlaps_of` measured it; empty if it was not."""
+        notes: Mapping[str, Any] = self.records(domain, Kind.FROZEN, 0)[0].notes
+        found: Mapping[str, Mapping[str, float]] = notes.get(OVERLAP_NOTE, {})
+        return found
+
+    def _toy_sides(self, domain: str, marks: Sequence[int]) -> list[tuple[Floats, Floats]] | None:
+        """For each mark (memory, toy table) minus frozen, [seeds, blocks]: seeds and blocks that every side has; None if no seed."""
+        groups = [self.records(domain, kind, mark) for mark in marks for kind in (Kind.MEMORY, Kind.TOY)]
+        seeds = set.intersection(*({record.seed for record in group} for group in groups))
         if not seeds:
             return None
         frozen = self.records(domain, Kind.FROZEN, 0)[0]
-        sides = []
-        for kind, other in ((Kind.MEMORY, Kind.TOY), (Kind.TOY, Kind.MEMORY)):
-            ours, theirs = ([r.sets[PARTS] for r in self.records(domain, each, mark) if r.seed in seeds] for each in (kind, other))
-            shared = set.intersection(*(set(each.blocks) for each in (*ours, *theirs)))
-            sides.append(paired([each.only(shared) for each in ours], [frozen.sets[PARTS]], frozen.tokens_a_block))
-        return gain_difference(sides[0], sides[1])
-
-    def toy_gains(self, domain: str) -> list[tuple[int, float, tuple[float, float] | None]]:
-        """(mark, points over the toy table, 95 % interval) wherever both were measured."""
-        marks = sorted({mark for of, kind, _, mark in self._groups if of == domain and kind is Kind.TOY})
-        gains = [(mark, self.gain_over_toy(domain, mark)) for mark in marks]
-        return [(mark, *gain) for mark, gain in gains if gain is not None]
+        scores = [[record.sets[PARTS] for record in group if record.seed in seeds] for group in groups]
+        shared = set.intersection(*(set(each.blocks) for group in scores for each in group))
+        sides = [paired([each.only(shared) for each in group], [frozen.sets[PARTS]], frozen.tokens_a_block) for group in scores]
+        return list(zip(sides[::2], sides[1::2], strict=True))
 
     def _line(self, domain: str, kind: Kind, state: str, mark: int) -> Line:
         records = self.records(domain, kind, mark, state)
@@ -129,7 +164,8 @@ class Figures:
             scores = [record.sets[name] for record in records]
             of_frozen, size = None if difference is None else ratio(difference), records[0].tokens_a_block
             blocks = sum(len(each.blocks) for each in scores)
-            cells[name] = Cell(perplexity(scores, size), tail_perplexity(scores, size), blocks, of_frozen)
+            shared = len(scores[0].blocks) if of_frozen is None else of_frozen.blocks
+            cells[name] = Cell(perplexity(scores, size), tail_perplexity(scores, size), blocks, shared, of_frozen)
         return Line(
             domain, kind, state, mark, tuple(record.seed for record in records), max(record.tokens_seen for record in records),
             max(record.cpu_seconds for record in records), max(record.file_bytes for record in records), cells,
@@ -153,66 +189,6 @@ def rows_of(lines: Sequence[Line]) -> list[Row]:
                 )  # fmt: skip
             rows.append(row)
     return rows
-
-
-def goals_of(figures: Figures) -> list[Goal]:
-    """Every goal that the store has figures for."""
-    goals = _main_goals(figures) + _toy_goals(figures)
-    for domain in figures.domains:
-        goals += _state_goals(figures, domain)
-    return goals
-
-
-def missing_goals(figures: Figures) -> list[str]:
-    """What goals are about that was not measured yet."""
-    wanted = [(Kind.MEMORY, ON, MAIN_TOKENS), (Kind.TOY, ON, TOY_MARK), *((Kind.MEMORY, state, MAIN_TOKENS) for state in STATES)]
-    return [
-        f"{GOAL_DOMAIN} {kind}, {state}, at {mark:,} tokens"
-        for kind, state, mark in wanted
-        if not figures.records(GOAL_DOMAIN, kind, mark, state)
-    ]
-
-
-def _main_goals(figures: Figures) -> list[Goal]:
-    records = figures.records(GOAL_DOMAIN, Kind.MEMORY, MAIN_TOKENS)
-    if not records or GOAL_DOMAIN not in figures.domains:
-        return []
-    goals = []
-    limits = {PARTS: PARTS_RATIO_MAX, WHOLES: WHOLES_RATIO_MAX} | dict.fromkeys(OTHERS, OTHER_RATIO_MAX)
-    for name, limit in limits.items():
-        difference = figures.difference(GOAL_DOMAIN, (Kind.MEMORY, ON), MAIN_TOKENS, name)
-        assert difference is not None
-        goals.append(
-            Goal(f"{GOAL_DOMAIN}, {MAIN_TOKENS:,} tokens, {name}: of the frozen perplexity", ratio(difference).value, limit)
-        )
-    minutes = max(record.cpu_seconds for record in records) / 60
-    goals.append(Goal(f"{GOAL_DOMAIN}, {MAIN_TOKENS:,} tokens: CPU-minutes of the slowest seed", minutes, CPU_MINUTES_MAX))
-    return goals
-
-
-def _toy_goals(figures: Figures) -> list[Goal]:
-    late, early = (figures.gain_over_toy(GOAL_DOMAIN, mark) for mark in (TOY_MARK, TOY_MARK_BEFORE))
-    goals = []
-    if late is not None:
-        goals.append(Goal(f"{GOAL_DOMAIN}, {TOY_MARK:,} tokens: points over the toy table", late[0], TOY_POINTS_MIN, at_least=True))
-    if late is not None and early is not None:
-        text = f"{GOAL_DOMAIN}: points over the toy table, more at {TOY_MARK:,} than at {TOY_MARK_BEFORE:,} tokens by"
-        goals.append(Goal(text, late[0] - early[0], 0.0, at_least=True))
-    return goals
-
-
-def _state_goals(figures: Figures, domain: str) -> list[Goal]:
-    goals = []
-    for state, base, limit, text in (
-        ("fp8", (Kind.MEMORY, "bf16"), PRECISION_CHANGE_MAX, "change of perplexity from bf16 rows"),
-        ("int4", (Kind.MEMORY, "bf16"), PRECISION_CHANGE_MAX, "change of perplexity from bf16 rows"),
-        ("shuffled", (Kind.FROZEN, ON), WRONG_ROWS_CHANGE_MAX, "change from the frozen perplexity"),
-        ("random", (Kind.FROZEN, ON), WRONG_ROWS_CHANGE_MAX, "change from the frozen perplexity"),
-    ):
-        difference = figures.difference(domain, (Kind.MEMORY, state), MAIN_TOKENS, PARTS, base)
-        if difference is not None:
-            goals.append(Goal(f"{domain}, {PARTS}, {state} rows: {text}", abs(ratio(difference).value - 1), limit))
-    return goals
 
 
 def _place(state: str) -> int:

@@ -21,6 +21,7 @@ DRAWS = 4000
 BLOCKS_MIN = 8  # for an interval
 
 Floats = NDArray[np.float64]
+Interval = tuple[float, float]  # 95 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,7 @@ class Ratio:
     """Perplexity of one side over the other's: of all seeds and blocks, its 95 % interval (None below BLOCKS_MIN), of each seed."""
 
     value: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     by_seed: tuple[float, ...]
     blocks: int
 
@@ -69,20 +70,33 @@ def ratio(difference: Floats, *, seed: int = 0) -> Ratio:
     return Ratio(math.exp(float(difference.mean())), interval, by_seed, blocks)
 
 
-def gain_difference(mine: Floats, other: Floats, *, seed: int = 0) -> tuple[float, tuple[float, float] | None]:
+def gain_difference(mine: Floats, other: Floats, *, seed: int = 0) -> tuple[float, Interval | None]:
     """By how many points of perplexity (% of the baseline) `mine` gains more than `other`; 95 % interval, the same draws for both.
 
     mine, other: differences to one baseline on the same blocks, [seeds, blocks]
     """
-
-    def points(a: Floats, b: Floats) -> Floats:
-        return np.asarray(100.0 * (np.exp(b) - np.exp(a)))
-
-    value = float(points(mine.mean(), other.mean()))
+    value = float(_points(mine.mean(), other.mean()))
     if mine.shape[1] < BLOCKS_MIN:
         return value, None
-    low, high = np.percentile(points(_bootstrap_means(mine, seed), _bootstrap_means(other, seed)), [2.5, 97.5])
+    low, high = np.percentile(_points(_bootstrap_means(mine, seed), _bootstrap_means(other, seed)), [2.5, 97.5])
     return value, (float(low), float(high))
+
+
+def gain_growth(early: tuple[Floats, Floats], late: tuple[Floats, Floats], *, seed: int = 0) -> tuple[float, Interval | None]:
+    """By how many points `gain_difference` of `late` is above that of `early`; 95 % interval, the same draws for all four.
+
+    early, late: (mine, other) as for gain_difference, all four of the same seeds and blocks
+    """
+    value = float(_points(late[0].mean(), late[1].mean()) - _points(early[0].mean(), early[1].mean()))
+    if late[0].shape[1] < BLOCKS_MIN:
+        return value, None
+    draws = [_points(*(_bootstrap_means(side, seed) for side in sides)) for sides in (late, early)]
+    low, high = np.percentile(draws[0] - draws[1], [2.5, 97.5])
+    return value, (float(low), float(high))
+
+
+def _points(mine: Floats, other: Floats) -> Floats:
+    return np.asarray(100.0 * (np.exp(other) - np.exp(mine)))
 
 
 def _bootstrap_means(difference: Floats, seed: int) -> Floats:

@@ -117,7 +117,8 @@ def _train(python: Path, options: Mapping[str, object], sets: tuple[str, ...]) -
     out = Path(str(options["out"]))
     if out.is_file():  # a run that was cut short does not train what it has
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        if found.get("rate") == options["rate"] and set(found["sets"]) == set(sets):
+        values: dict[str, Any] = {name.replace("-", "_"): options[name] for name in ("rank", "rate", "cpu-seconds", "seed", "data")}
+        if lora_script.asked(**values).items() <= found.items() and set(found["sets"]) == set(sets):
             return found
     flags = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     command = [str(python), str(Path(lora_script.__file__)), *flags, "--measure", *sets]

@@ -4,7 +4,7 @@
         --measure validation …
 
 Reads: `train` and `mix`, int64 [n, L], in the order of training, and one array for each set. Writes: negative log-likelihood
-in nats of each block of each measured set, and what was trained. One thread. The learning rate is constant for the first half of
+in nats of each block of each measured set, what was trained, and what was asked for (`asked`). One thread. The learning rate is constant for the first half of
 the budget, then falls linearly to a tenth, as the memory's does; steps are of as many blocks as the memory's, and in training the
 softmax goes over the tokens that occur, as the memory's does. Measuring goes over the whole vocabulary.
 """
@@ -12,6 +12,7 @@ softmax goes over the tokens that occur, as the memory's does. Measuring goes ov
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import time
@@ -45,11 +46,30 @@ def main() -> None:
     sets = {name: measure(model, blocks[name]) for name in arguments.measure}
     import peft  # type: ignore[import-not-found,unused-ignore]
 
-    about = {"peft": peft.__version__, "torch": torch.__version__, "rank": arguments.rank, "rate": arguments.rate}
+    about = {"peft": peft.__version__, "torch": torch.__version__}
+    about |= asked(arguments.rank, arguments.rate, arguments.cpu_seconds, arguments.seed, arguments.data)
     result = {"sets": sets, **trained, **about, "parameters": sum(p.numel() for p in parameters(model))}
     partial = arguments.out.with_name(arguments.out.name + ".partial")
     partial.write_text(json.dumps(result))
     partial.rename(arguments.out)
+
+
+def asked(rank: int, rate: float, cpu_seconds: float, seed: int, data: Path) -> dict[str, Any]:
+    """What a result is of, as it stands in it: a result that says otherwise, or nothing, is of another training."""
+    return {
+        "rank": rank, "rate": rate, "cpu_seconds_budget": cpu_seconds, "seed": seed, "data_digest": data_digest(data),
+    }  # fmt: skip
+
+
+def data_digest(path: Path) -> str:
+    """sha256 over every array of an .npz by name, shape and values."""
+    digest = hashlib.sha256()
+    with np.load(path) as arrays:
+        for name in sorted(arrays.files):
+            values = np.ascontiguousarray(arrays[name], dtype="<i8")
+            digest.update(f"{name}\0{values.shape}\0".encode())
+            digest.update(values.data)
+    return digest.hexdigest()
 
 
 def adapted(folder: Path, rank: int) -> Any:

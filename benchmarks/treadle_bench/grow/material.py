@@ -6,14 +6,15 @@ Owns which blocks are which. Does not train or measure.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engram_pool.growing.corpus import Corpus, blocks_of, digest_of, tokenise
-from treadle_bench.grow.domains import HELD, Domain, Split
+from treadle_bench.grow.domains import HELD, Domain, Split, overlap
 from treadle_bench.grow.other_texts import OTHERS, load_domain, mix_text, other_text
 
 BLOCK_TOKENS = 512
@@ -45,6 +46,20 @@ def material_of(domain: Domain, texts: Path, tokenizer_json: Path) -> Material:
         digest=digest_of(train), names=(domain.name,),
     )  # fmt: skip
     return Material(domain.name, domain.digest, corpus, {name: blocks[name] for name in (VALIDATION, *MEASURED)})
+
+
+def overlaps_of(domain: Domain, tokenizer_json: Path) -> dict[str, dict[str, Any]]:
+    """Of each held-out split by name, the fields of its `Overlap` with the training text."""
+    units = [unit for split in (Split.TRAIN, *HELD) for unit in domain.units[split]]
+    tokens = dict(
+        zip((unit.text for unit in units), tokenise(tokenizer_json, [(unit.name, unit.text) for unit in units]), strict=True)
+    )
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = tokens[text].tokens.tolist()
+        return ids
+
+    return {split.value: asdict(overlap(domain, split, encode)) for split in HELD}
 
 
 def load_material(domain: str, texts: Path, model: Path) -> Material:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from treadle_bench.grow.domains import Split
 from treadle_bench.grow.material import BLOCK_TOKENS, MEASURED, Blocks, Material, some_blocks
 from treadle_bench.grow.other_texts import OTHERS
 from treadle_bench.grow.runs import Kind, Run
-from treadle_bench.grow.store import Record, Scores, Store, scores_of
+from treadle_bench.grow.store import ON, Record, Scores, Store, scores_of
 from treadle_bench.report import machine
 
 TOKENS_A_BLOCK = BLOCK_TOKENS - 1  # the first token of a block is not predicted
+OVERLAP_NOTE = "overlap"  # of the frozen model's record
 SHIPPED_PRECISION = "int4"  # rivals get the bytes that this takes
 
 
@@ -102,8 +103,13 @@ def file_bytes(template: EngramModel, hidden: int, vocabulary: int, precision: s
     return rows * row + 4 * vocabulary + 2 * projections
 
 
-def measure_frozen(run: Run, material: Material, model: FrozenLM, store: Store, sample: Sample) -> None:
-    """The baseline: the model as it is on every block that any figure takes, and its loss of each token for mixtures."""
+def measure_frozen(
+    run: Run, material: Material, model: FrozenLM, store: Store, sample: Sample, overlaps: Mapping[str, Any]
+) -> None:
+    """The baseline: the model as it is on every block that any figure takes, and its loss of each token for mixtures.
+
+    overlaps: what `material.overlaps_of` found, kept with the record
+    """
     numbers = {name: sample.numbers(name, material.sets[name]) for name in material.sets}
     began = time.process_time()
     losses = {name: token_losses(model, material.sets[name][chosen]) for name, chosen in numbers.items()}
@@ -111,7 +117,18 @@ def measure_frozen(run: Run, material: Material, model: FrozenLM, store: Store, 
     arrays |= {f"{name}.blocks": chosen for name, chosen in numbers.items()}
     np.savez(frozen_losses_path(store, run.domain), **arrays)
     sets = {name: scores_of(numbers[name], losses[name].sum(1, dtype=np.float64)) for name in losses}
-    store.put(record(run, 0, "on", sets, material, notes={"measuring_cpu_seconds": round(time.process_time() - began, 1)}))
+    notes = {"measuring_cpu_seconds": round(time.process_time() - began, 1), OVERLAP_NOTE: overlaps}
+    store.put(record(run, 0, ON, sets, material, notes=notes))
+
+
+def note_overlaps(store: Store, material: Material, overlaps: Mapping[str, Any]) -> bool:
+    """Add overlaps to a baseline that is there; False where it is not, or its losses are not. Raises FingerprintMismatch."""
+    if not (store.has(material.domain, Kind.FROZEN, 0, 0) and frozen_losses_path(store, material.domain).is_file()):
+        return False
+    require_same_texts(store, material)
+    frozen = store.get(material.domain, Kind.FROZEN, 0, 0)
+    store.put(replace(frozen, notes={**frozen.notes, OVERLAP_NOTE: overlaps}))
+    return True
 
 
 def frozen_losses_path(store: Store, domain: str) -> Path:

@@ -42,14 +42,17 @@ def do(run: Run, work: Path, texts: Path, model: Path, *, quick: bool) -> None:
 
     from treadle.nn.frozen import FrozenLM
     from treadle_bench.grow import lora_run, measuring, memory_run, ngram_run
-    from treadle_bench.grow.material import load_material
+    from treadle_bench.grow.material import load_material, overlaps_of
+    from treadle_bench.grow.other_texts import load_domain
     from treadle_bench.grow.store import Store
 
     torch.set_num_threads(1)
     store, material = Store(work), load_material(run.domain, texts, model)
     sample = measuring.QUICK if quick else None
     if run.kind is Kind.FROZEN:
-        measuring.measure_frozen(run, material, FrozenLM.load(model), store, sample or measuring.WHOLE)
+        overlaps = overlaps_of(load_domain(run.domain, texts), model / "tokenizer.json")
+        if not measuring.note_overlaps(store, material, overlaps):
+            measuring.measure_frozen(run, material, FrozenLM.load(model), store, sample or measuring.WHOLE, overlaps)
     elif run.kind is Kind.NGRAM:
         ngram_run.measure_ngrams(run, material, model, store)
     elif run.kind is Kind.LORA:

@@ -93,6 +93,13 @@ def ordered_runs(
     return runs
 
 
+def marks_kept(run: Run) -> tuple[int, ...]:
+    """Marks of a run that leave a record: for the frozen model 0, for LoRA, which is measured at its end alone, the last."""
+    if run.kind is Kind.FROZEN:
+        return (0,)
+    return marks_of(run)[-1:] if run.kind is Kind.LORA else marks_of(run)
+
+
 def marks_of(run: Run) -> tuple[int, ...]:
     """Tokens seen at which a run is measured; ALL stands for its end."""
     if run.tokens == ALL:

@@ -19,6 +19,7 @@ from treadle.contract.errors import NotFound
 from treadle.nn.frozen import FrozenLM
 from treadle_bench.grow import figures
 from treadle_bench.grow.domains import Split
+from treadle_bench.grow.goals import OTHER_RATIO_MAX, PARTS_RATIO_MAX, WHOLES_RATIO_MAX, WRONG_ROWS_CHANGE_MAX
 from treadle_bench.grow.intervals import paired, perplexity, ratio, tail_perplexity
 from treadle_bench.grow.material import BLOCK_TOKENS, MEASURED, Blocks, material_of
 from treadle_bench.grow.measuring import TOKENS_A_BLOCK, Sample
@@ -94,8 +95,8 @@ def _rows(scores: Mapping[tuple[str, str], Scores], grown: Grown) -> list[Row]:
 
 
 def _goals(scores: Mapping[tuple[str, str], Scores]) -> list[Goal]:
-    limits = {figures.PARTS: figures.PARTS_RATIO_MAX, figures.WHOLES: figures.WHOLES_RATIO_MAX}
-    limits |= dict.fromkeys(OTHERS, figures.OTHER_RATIO_MAX)
+    limits = {figures.PARTS: PARTS_RATIO_MAX, figures.WHOLES: WHOLES_RATIO_MAX}
+    limits |= dict.fromkeys(OTHERS, OTHER_RATIO_MAX)
     goals = []
     for name, limit in limits.items():
         if ("on", name) in scores:
@@ -104,5 +105,5 @@ def _goals(scores: Mapping[tuple[str, str], Scores]) -> list[Goal]:
     for state in ("shuffled", "random"):
         wrong = ratio(paired([scores[state, figures.PARTS]], [scores[FROZEN, figures.PARTS]], TOKENS_A_BLOCK)).value
         text = f"shipped, {figures.PARTS}, {state} rows: change from the frozen perplexity"
-        goals.append(Goal(text, abs(wrong - 1), figures.WRONG_ROWS_CHANGE_MAX))
+        goals.append(Goal(text, abs(wrong - 1), WRONG_ROWS_CHANGE_MAX))
     return goals
