@@ -69,7 +69,7 @@ protos-check: protos  ## fail if protos/gen is not what the protos say
 	@test -z "$$(git status --porcelain protos/gen)" || { git status --porcelain protos/gen; echo "protos/gen is out of date: run make protos and commit"; exit 1; }
 
 .PHONY: bench
-bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 15 minutes)
+bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes; grow, hours, apart)
 	$(BIN)/treadle bench all
 
 .PHONY: up
