@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,7 +44,9 @@ def load(path: Path, identity: Mapping[str, str] | None = None) -> dict[str, Ten
         raise DataLoss(f"{path}: schema {found.get('schema')!r}, {SCHEMA} expected")
     for name, wanted in (identity or {}).items():
         if found["identity"].get(name) != wanted:
-            raise FingerprintMismatch(f"checkpoint {path}: {name}", wanted, str(found["identity"].get(name)))
+            raise FingerprintMismatch(
+                f"checkpoint {path}, which --restart forgets: {name}", wanted, str(found["identity"].get(name))
+            )
     return state
 
 
@@ -55,8 +56,3 @@ def layers_of(state: Mapping[str, Tensor]) -> dict[int, Layer]:
     return {
         layer: Layer(*(state[f"{layer}.{name}"] for name in ("rows", "wkv", "query_weight", "key_weight"))) for layer in numbers
     }
-
-
-def row_counts(state: Mapping[str, Tensor]) -> dict[int, int]:
-    """Rows that were ever moved, by layer."""
-    return {layer: int(torch.count_nonzero(part.rows.any(1))) for layer, part in layers_of(state).items()}

@@ -6,8 +6,7 @@ and a million tokens (see docs/benchmarks.md), and were not searched beyond that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from treadle.contract.errors import InvalidArgument
@@ -65,27 +64,9 @@ class Recipe:
         if self.row_rate <= 0 or self.row_floor < 0 or self.projection_rate < 0 or self.mix_every == 1:
             raise InvalidArgument("row_rate > 0, row_floor >= 0, projection_rate >= 0, mix_every 0 or at least 2")
 
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a step."""
-        return self.block_tokens * self.blocks_per_step
-
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Recipe:
-        """Read what `to_json` made. Raises InvalidArgument for a field that is unknown or of another type."""
-        known = {field.name: field for field in fields(cls)}
-        unknown = values.keys() - known.keys()
-        if unknown:
-            raise InvalidArgument(f"recipe: unknown {sorted(unknown)}")
-        try:
-            fitting: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            return cls(**fitting)
-        except TypeError as error:
-            raise InvalidArgument(f"recipe: {error}") from error
 
 
 def schedule(done: float) -> float:
