@@ -15,6 +15,9 @@ class Transport(StrEnum):
 
     LOCAL = "local"  # a private copy in this process
     MAPPED = "mapped"  # the host's one copy, mapped read-only
+    RING = "ring"  # a shared-memory ring to the host's pool
+    SOCKET = "socket"  # the native data plane of a pool on this or another host
+    MOONCAKE = "mooncake"  # Mooncake's Transfer Engine, gathered at the owner
     RPC = "rpc"  # gRPC, the compatible door
     FAKE = "fake"  # tests
 

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WarmState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WarmStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WarmState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WARM_STATE_UNSPECIFIED: _WarmState.ValueType  # 0
+    """Not told."""
+    WARM_STATE_COLD: _WarmState.ValueType  # 1
+    """Mapped; pages are entered as they are touched."""
+    WARM_STATE_WARMING: _WarmState.ValueType  # 2
+    """Pages are being entered in the background."""
+    WARM_STATE_WARM: _WarmState.ValueType  # 3
+    """All pages are entered."""
+
+class WarmState(_WarmState, metaclass=_WarmStateEnumTypeWrapper):
+    """Whether the first gather of a row meets a page fault."""
+
+WARM_STATE_UNSPECIFIED: WarmState.ValueType  # 0
+"""Not told."""
+WARM_STATE_COLD: WarmState.ValueType  # 1
+"""Mapped; pages are entered as they are touched."""
+WARM_STATE_WARMING: WarmState.ValueType  # 2
+"""Pages are being entered in the background."""
+WARM_STATE_WARM: WarmState.ValueType  # 3
+"""All pages are entered."""
+Global___WarmState: _TypeAlias = WarmState  # noqa: Y015
 
 @_typing.final
 class ModelRef(_message.Message):
@@ -56,6 +85,7 @@ class Model(_message.Message):
     SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
     LOADED_AT_SECONDS_FIELD_NUMBER: _builtins.int
+    WARM_STATE_FIELD_NUMBER: _builtins.int
     current: _builtins.bool
     """True for the version that an empty `version` means."""
     manifest_json: _builtins.bytes
@@ -66,6 +96,8 @@ class Model(_message.Message):
     """Processes on this host that hold it now, the pool itself not counted."""
     loaded_at_seconds: _builtins.float
     """When it became resident, seconds since the epoch."""
+    warm_state: Global___WarmState.ValueType
+    """How much of its tables is entered in the pool's memory."""
     @_builtins.property
     def ref(self) -> Global___ModelRef:
         """Name and version."""
@@ -79,14 +111,67 @@ class Model(_message.Message):
         segment_bytes: _builtins.int = ...,
         readers: _builtins.int = ...,
         loaded_at_seconds: _builtins.float = ...,
+        warm_state: Global___WarmState.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "loaded_at_seconds", b"loaded_at_seconds", "manifest_json", b"manifest_json", "readers", b"readers", "ref", b"ref", "segment_bytes", b"segment_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "loaded_at_seconds", b"loaded_at_seconds", "manifest_json", b"manifest_json", "readers", b"readers", "ref", b"ref", "segment_bytes", b"segment_bytes", "warm_state", b"warm_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class RowRange(_message.Message):
+    """Rows [first, last) of a table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """First row."""
+    last: _builtins.int
+    """The row after the last one."""
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        last: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowRange: _TypeAlias = RowRange  # noqa: Y015
+
+@_typing.final
+class Door(_message.Message):
+    """Another way to the rows of a pool than gRPC."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    transport: _builtins.str
+    """What to speak there: socket, ring or mooncake."""
+    address: _builtins.str
+    """host:port, or unix:PATH."""
+    def __init__(
+        self,
+        *,
+        transport: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Door: _TypeAlias = Door  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
@@ -100,6 +185,8 @@ class Segment(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     ROW_BYTES_FIELD_NUMBER: _builtins.int
     FILE_BYTES_FIELD_NUMBER: _builtins.int
+    SEGMENT_OFFSET_BYTES_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
     """0-based decoder layer."""
     path: _builtins.str
@@ -111,7 +198,13 @@ class Segment(_message.Message):
     row_bytes: _builtins.int
     """Bytes of a row."""
     file_bytes: _builtins.int
-    """Size of the file, bytes."""
+    """Size of the segment, bytes."""
+    segment_offset_bytes: _builtins.int
+    """Where the segment begins in `path`, bytes: 0 in a file of its own, a multiple of 2 MiB on a DAX device."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
+        """The rows that this pool holds, rising; empty: all of them."""
+
     def __init__(
         self,
         *,
@@ -121,10 +214,12 @@ class Segment(_message.Message):
         rows: _builtins.int = ...,
         row_bytes: _builtins.int = ...,
         file_bytes: _builtins.int = ...,
+        segment_offset_bytes: _builtins.int = ...,
+        held: _abc.Iterable[Global___RowRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_bytes", b"file_bytes", "layer", b"layer", "path", b"path", "row_bytes", b"row_bytes", "rows", b"rows", "rows_offset_bytes", b"rows_offset_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["file_bytes", b"file_bytes", "held", b"held", "layer", b"layer", "path", b"path", "row_bytes", b"row_bytes", "rows", b"rows", "rows_offset_bytes", b"rows_offset_bytes", "segment_offset_bytes", b"segment_offset_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,6 +234,8 @@ class LoadTableRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     RANDOM_FIELD_NUMBER: _builtins.int
     GROWN_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     TOKEN_MAP_FIELD_NUMBER: _builtins.int
     KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
@@ -162,21 +259,31 @@ class LoadTableRequest(_message.Message):
     def grown(self) -> Global___GrownSource:
         """A folder that `treadle engram grow` wrote: manifest, rows, fusion weights and card."""
 
+    @_builtins.property
+    def peers(self) -> Global___PeerSource:
+        """Other pools that hold the version."""
+
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Which rows to keep, where a table is spread over owners; none: all."""
+
     def __init__(
         self,
         *,
         checkpoint: Global___CheckpointSource | None = ...,
         random: Global___RandomSource | None = ...,
         grown: Global___GrownSource | None = ...,
+        peers: Global___PeerSource | None = ...,
+        placement: Global___Placement | None = ...,
         manifest_json: _builtins.bytes = ...,
         token_map: _builtins.bytes = ...,
         keep_previous: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "random", b"random", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "random", b"random", "source", b"source", "token_map", b"token_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source", "token_map", b"token_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random", "grown"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random", "grown", "peers"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -257,6 +364,72 @@ class GrownSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GrownSource: _TypeAlias = GrownSource  # noqa: Y015
+
+@_typing.final
+class PeerSource(_message.Message):
+    """A version that other pools hold, whole or in parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINTS_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their gRPC addresses, host:port; asked in this order for each stretch of rows."""
+
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Which version; empty `version`: the one that is current at the first of them."""
+
+    def __init__(
+        self,
+        *,
+        endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        ref: Global___ModelRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerSource: _TypeAlias = PeerSource  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """How a table is spread: every stretch of rows has `replicas` owners, by rendezvous hashing over `owners`."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNERS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    REPLICAS_FIELD_NUMBER: _builtins.int
+    STRETCH_ROWS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Which of them this pool is."""
+    replicas: _builtins.int
+    """Owners of each stretch, 1 to the number of owners."""
+    stretch_rows: _builtins.int
+    """Rows of a stretch, at most; stretches do not cross heads. 0: the fabric's own choice."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of all owners."""
+
+    def __init__(
+        self,
+        *,
+        owners: _abc.Iterable[_builtins.str] | None = ...,
+        owner: _builtins.str = ...,
+        replicas: _builtins.int = ...,
+        stretch_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "owners", b"owners", "replicas", b"replicas", "stretch_rows", b"stretch_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class RandomSource(_message.Message):
@@ -464,6 +637,7 @@ class OpenModelResponse(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     LOCK_PATH_FIELD_NUMBER: _builtins.int
     CARD_JSON_FIELD_NUMBER: _builtins.int
+    DOORS_FIELD_NUMBER: _builtins.int
     lock_path: _builtins.str
     """Lock file of this version: a reader takes flock(LOCK_SH) on it before it maps."""
     card_json: _builtins.bytes
@@ -480,6 +654,10 @@ class OpenModelResponse(_message.Message):
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Every field of the model's fingerprint."""
 
+    @_builtins.property
+    def doors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Door]:
+        """Other ways to its rows, the fastest first."""
+
     def __init__(
         self,
         *,
@@ -488,10 +666,11 @@ class OpenModelResponse(_message.Message):
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         lock_path: _builtins.str = ...,
         card_json: _builtins.bytes = ...,
+        doors: _abc.Iterable[Global___Door] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["card_json", b"card_json", "fingerprint", b"fingerprint", "lock_path", b"lock_path", "model", b"model", "segments", b"segments"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["card_json", b"card_json", "doors", b"doors", "fingerprint", b"fingerprint", "lock_path", b"lock_path", "model", b"model", "segments", b"segments"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -891,6 +1070,124 @@ class ReadFusionResponse(_message.Message):
 Global___ReadFusionResponse: _TypeAlias = ReadFusionResponse  # noqa: Y015
 
 @_typing.final
+class ReadTableRequest(_message.Message):
+    """Asks for bytes of a table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    FIRST_BYTE_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """0-based decoder layer."""
+    first_byte: _builtins.int
+    """First byte of the rows, counted from the first row."""
+    byte_count: _builtins.int
+    """How many bytes."""
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Which version."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+        layer: _builtins.int = ...,
+        first_byte: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "first_byte", b"first_byte", "layer", b"layer", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTableRequest: _TypeAlias = ReadTableRequest  # noqa: Y015
+
+@_typing.final
+class ReadTableResponse(_message.Message):
+    """A piece of the table, in order. OUT_OF_RANGE, and nothing sent, where this pool does not hold all of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """Bytes of rows."""
+    chunk_digests: _builtins.bytes
+    """In the first message: sha256 of each chunk of 4 MiB of the whole table, 32 bytes each; empty where they are not kept."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+        chunk_digests: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadTableResponse: _TypeAlias = ReadTableResponse  # noqa: Y015
+
+@_typing.final
+class ReserveBandwidthRequest(_message.Message):
+    """Asks for a reserve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Who asks; a second request of the same name replaces the first."""
+    bytes_per_second: _builtins.int
+    """Bytes a second to keep free; 0 gives the reserve back."""
+    seconds: _builtins.float
+    """How long, seconds; at most 3600. Renew before it ends."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes_per_second: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "name", b"name", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveBandwidthRequest: _TypeAlias = ReserveBandwidthRequest  # noqa: Y015
+
+@_typing.final
+class ReserveBandwidthResponse(_message.Message):
+    """What is reserved now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    LEFT_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    reserved_bytes_per_second: _builtins.int
+    """Bytes a second, all reserves together."""
+    left_bytes_per_second: _builtins.int
+    """Bytes a second that rows are admitted to; 0: not measured yet."""
+    def __init__(
+        self,
+        *,
+        reserved_bytes_per_second: _builtins.int = ...,
+        left_bytes_per_second: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["left_bytes_per_second", b"left_bytes_per_second", "reserved_bytes_per_second", b"reserved_bytes_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveBandwidthResponse: _TypeAlias = ReserveBandwidthResponse  # noqa: Y015
+
+@_typing.final
 class RemoveModelRequest(_message.Message):
     """Asks to remove."""
 
@@ -973,6 +1270,9 @@ class StatusResponse(_message.Message):
     SEGMENT_DIR_FIELD_NUMBER: _builtins.int
     PAGE_BYTES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    DOORS_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    SCRUB_FIELD_NUMBER: _builtins.int
     build_version: _builtins.str
     """Version of the build."""
     proto_version: _builtins.str
@@ -989,6 +1289,18 @@ class StatusResponse(_message.Message):
     """Page size in use for the mappings of the tables, bytes."""
     draining: _builtins.bool
     """True once it refuses new work because it stops."""
+    @_builtins.property
+    def doors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Door]:
+        """Where the native doors are."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tenant]:
+        """How the tenants stand."""
+
+    @_builtins.property
+    def scrub(self) -> Global___Scrub:
+        """How far the scrubber is."""
+
     def __init__(
         self,
         *,
@@ -1000,11 +1312,86 @@ class StatusResponse(_message.Message):
         segment_dir: _builtins.str = ...,
         page_bytes: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        doors: _abc.Iterable[Global___Door] | None = ...,
+        tenants: _abc.Iterable[Global___Tenant] | None = ...,
+        scrub: Global___Scrub | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scrub", b"scrub"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_version", b"build_version", "draining", b"draining", "page_bytes", b"page_bytes", "pid", b"pid", "proto_version", b"proto_version", "segment_dir", b"segment_dir", "table_bytes", b"table_bytes", "table_bytes_max", b"table_bytes_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_version", b"build_version", "doors", b"doors", "draining", b"draining", "page_bytes", b"page_bytes", "pid", b"pid", "proto_version", b"proto_version", "scrub", b"scrub", "segment_dir", b"segment_dir", "table_bytes", b"table_bytes", "table_bytes_max", b"table_bytes_max", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class Tenant(_message.Message):
+    """A tenant as admission sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROWS_TOTAL_FIELD_NUMBER: _builtins.int
+    REFUSED_TOTAL_FIELD_NUMBER: _builtins.int
+    LATE_TOTAL_FIELD_NUMBER: _builtins.int
+    ROWS_PER_SECOND_MAX_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name; never its token."""
+    rows_total: _builtins.int
+    """Rows gathered since the start."""
+    refused_total: _builtins.int
+    """Requests that were refused since the start."""
+    late_total: _builtins.int
+    """Requests that were admitted and finished after their deadline since the start."""
+    rows_per_second_max: _builtins.int
+    """Most rows a second; 0: no quota."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        rows_total: _builtins.int = ...,
+        refused_total: _builtins.int = ...,
+        late_total: _builtins.int = ...,
+        rows_per_second_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["late_total", b"late_total", "name", b"name", "refused_total", b"refused_total", "rows_per_second_max", b"rows_per_second_max", "rows_total", b"rows_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tenant: _TypeAlias = Tenant  # noqa: Y015
+
+@_typing.final
+class Scrub(_message.Message):
+    """The background pass over all checksums."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_CHECKED_TOTAL_FIELD_NUMBER: _builtins.int
+    CHUNKS_BAD_TOTAL_FIELD_NUMBER: _builtins.int
+    CHUNKS_REPAIRED_TOTAL_FIELD_NUMBER: _builtins.int
+    PASS_ENDED_AT_SECONDS_FIELD_NUMBER: _builtins.int
+    chunks_checked_total: _builtins.int
+    """Chunks checked since the start."""
+    chunks_bad_total: _builtins.int
+    """Chunks found bad since the start."""
+    chunks_repaired_total: _builtins.int
+    """Of these, repaired from a replica or the source."""
+    pass_ended_at_seconds: _builtins.float
+    """When the last whole pass ended, seconds since the epoch; 0: none has."""
+    def __init__(
+        self,
+        *,
+        chunks_checked_total: _builtins.int = ...,
+        chunks_bad_total: _builtins.int = ...,
+        chunks_repaired_total: _builtins.int = ...,
+        pass_ended_at_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks_bad_total", b"chunks_bad_total", "chunks_checked_total", b"chunks_checked_total", "chunks_repaired_total", b"chunks_repaired_total", "pass_ended_at_seconds", b"pass_ended_at_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scrub: _TypeAlias = Scrub  # noqa: Y015

@@ -90,6 +90,16 @@ class EngramPoolServiceStub:
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.SerializeToString,
                 response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.FromString,
                 _registered_method=True)
+        self.ReadTable = channel.unary_stream(
+                '/treadle.engram.v1.EngramPoolService/ReadTable',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableResponse.FromString,
+                _registered_method=True)
+        self.ReserveBandwidth = channel.unary_unary(
+                '/treadle.engram.v1.EngramPoolService/ReserveBandwidth',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.FromString,
+                _registered_method=True)
         self.RemoveModel = channel.unary_unary(
                 '/treadle.engram.v1.EngramPoolService/RemoveModel',
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.RemoveModelRequest.SerializeToString,
@@ -183,6 +193,20 @@ class EngramPoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadTable(self, request, context):
+        """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReserveBandwidth(self, request, context):
+        """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveModel(self, request, context):
         """Takes a version out of the list; its memory goes when no reader holds it.
         """
@@ -249,6 +273,16 @@ def add_EngramPoolServiceServicer_to_server(servicer, server):
                     servicer.ReadFusion,
                     request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.FromString,
                     response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.SerializeToString,
+            ),
+            'ReadTable': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadTable,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableResponse.SerializeToString,
+            ),
+            'ReserveBandwidth': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReserveBandwidth,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.SerializeToString,
             ),
             'RemoveModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveModel,
@@ -537,6 +571,60 @@ class EngramPoolService:
             '/treadle.engram.v1.EngramPoolService/ReadFusion',
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionRequest.SerializeToString,
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadFusionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/ReadTable',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReadTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReserveBandwidth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/ReserveBandwidth',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -63,6 +63,10 @@ class EngramPoolServiceStub:
     """Makes a resident version the current one: how a model is rolled back, and forward again, by name."""
     ReadFusion: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.ReadFusionRequest, _engram_pool_pb2.ReadFusionResponse]
     """The fusion weights that a version's manifest names by digest, as they were loaded."""
+    ReadTable: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.ReadTableRequest, _engram_pool_pb2.ReadTableResponse]
+    """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it."""
+    ReserveBandwidth: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.ReserveBandwidthRequest, _engram_pool_pb2.ReserveBandwidthResponse]
+    """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]
@@ -103,6 +107,10 @@ class EngramPoolServiceAsyncStub(EngramPoolServiceStub):
     """Makes a resident version the current one: how a model is rolled back, and forward again, by name."""
     ReadFusion: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.ReadFusionRequest, _engram_pool_pb2.ReadFusionResponse]  # type: ignore[assignment]
     """The fusion weights that a version's manifest names by digest, as they were loaded."""
+    ReadTable: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.ReadTableRequest, _engram_pool_pb2.ReadTableResponse]  # type: ignore[assignment]
+    """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it."""
+    ReserveBandwidth: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.ReserveBandwidthRequest, _engram_pool_pb2.ReserveBandwidthResponse]  # type: ignore[assignment]
+    """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
     RemoveModel: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]  # type: ignore[assignment]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]  # type: ignore[assignment]
@@ -200,6 +208,22 @@ class EngramPoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.ReadFusionResponse], _abc.AsyncIterator[_engram_pool_pb2.ReadFusionResponse]]:
         """The fusion weights that a version's manifest names by digest, as they were loaded."""
+
+    @_abc_1.abstractmethod
+    def ReadTable(
+        self,
+        request: _engram_pool_pb2.ReadTableRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.ReadTableResponse], _abc.AsyncIterator[_engram_pool_pb2.ReadTableResponse]]:
+        """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it."""
+
+    @_abc_1.abstractmethod
+    def ReserveBandwidth(
+        self,
+        request: _engram_pool_pb2.ReserveBandwidthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engram_pool_pb2.ReserveBandwidthResponse, _abc.Awaitable[_engram_pool_pb2.ReserveBandwidthResponse]]:
+        """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
 
     @_abc_1.abstractmethod
     def RemoveModel(
