@@ -1,30 +1,25 @@
 // Python's door to the headers: takes arrays of exact dtype, checks that sizes fit together, drops the GIL. No more.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "../include/treadle/kernels/crc32c.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
 #include "../include/treadle/kernels/guard.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
+#include "arrays.hpp"
 
 namespace py = pybind11;
 namespace tk = treadle::kernels;
 
+void bind_dedup(py::module_& module);
+void bind_prefetch(py::module_& module);
+
 namespace {
 
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
 using Mask = std::optional<Array<bool>>;
-
-void require(bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
-}
 
 template <typename T>
 std::vector<T> copied(const Array<T>& array) {
@@ -154,8 +149,6 @@ PYBIND11_MODULE(_native, module) {
     py::class_<Plan>(module, "Plan")
         .def(py::init<int, const Array<int32_t>&, int, const Array<uint64_t>&, const Array<int64_t>&, const Array<int64_t>&, int64_t,
                       int64_t, std::optional<Array<int32_t>>, int64_t>());
-    // noconvert: an array of another dtype or layout is refused, never copied behind the caller's back
-    const auto exact = [](const char* name) { return py::arg(name).noconvert(); };
     module.def("row_ids", &row_ids, py::arg("plan"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
                exact("lookback_dead"), exact("out"));
     module.def("gather_rows", &gather_rows, exact("table"), exact("rows"), exact("out"));
@@ -163,4 +156,6 @@ PYBIND11_MODULE(_native, module) {
                exact("lookback_dead"), exact("out"));
     module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), exact("rows"), exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
+    bind_dedup(module);
+    bind_prefetch(module);
 }

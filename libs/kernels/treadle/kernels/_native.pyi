@@ -53,3 +53,22 @@ def lookup(
 def dequantise(values: int, scales: int, dim: int, block: int, rows: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
 def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
     """None: a page could not be read."""
+
+DEDUP_ROWS_MAX: int
+
+def unique_rows(rows: NDArray[np.int64], unique: NDArray[np.int64], inverse: NDArray[np.int32]) -> int:
+    """U: how much of `unique` [n] was written. Raises MemoryError."""
+
+def spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[np.uint8]) -> None: ...
+
+PREFETCH_ROWS: int
+PREFETCH_ROWS_MAX: int
+
+def prefetch_rows() -> int:
+    """Rows ahead that a gather asks for: one number for the process, PREFETCH_ROWS until it is set."""
+
+def set_prefetch_rows(ahead: int) -> None:
+    """1 to PREFETCH_ROWS_MAX."""
+
+def time_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], ahead: int) -> int:
+    """Nanoseconds of one gather; -1: a page of the table could not be read."""
