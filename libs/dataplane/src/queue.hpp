@@ -71,18 +71,23 @@ public:
         return claim;
     }
 
-    // To be called after each claimed piece has run.
-    void finish(const Claim& claim, int64_t busy_ns) {
+    // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
+    void finish(const Claim& claim, int64_t busy_ns, Fault fault = Fault::none) {
         Ticket& ticket = *claim.ticket;
         std::unique_lock lock(mutex_);
         ++counters_.pieces_total;
         counters_.busy_ns += busy_ns;
         --ticket.pieces_in_flight;
-        const bool complete = ticket.next_unit == ticket.job.units;
-        if (ticket.pieces_in_flight > 0 || !(complete || ticket.stopped)) return;
+        if (fault != Fault::none) {
+            if (ticket.fault == Fault::none) ticket.fault = fault;
+            ticket.lost_from = std::min(ticket.lost_from, claim.first);
+            if (order_.erase(claim.ticket) > 0) ticket.stopped = true;
+        }
+        const bool claimed_wholly = ticket.next_unit == ticket.job.units;
+        if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;
         finished_.push_back(claim.ticket);
         lock.unlock();
-        ticket.end(complete ? State::complete : State::cancelled);
+        ticket.end(ticket.fault != Fault::none ? State::failed : claimed_wholly ? State::complete : State::cancelled);
     }
 
     // Starts no further piece of `ticket`; it ends when the pieces in flight have run. Without effect on one that has no more.
@@ -136,9 +141,7 @@ private:
         ticket.next_unit = std::min(first + ticket.job.units_per_piece, ticket.job.units);
         ++ticket.pieces_in_flight;
         Claim claim{*earliest, first, ticket.next_unit};
-        if (ticket.next_unit == ticket.job.units) {
-            order_.erase(earliest);
-            }
+        if (ticket.next_unit == ticket.job.units) order_.erase(earliest);
         return claim;
     }
 
