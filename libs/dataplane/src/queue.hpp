@@ -36,24 +36,24 @@ public:
         finished_.reserve(tickets_max + static_cast<size_t>(workers) + 1);  // a worker must not meet a lack of memory
     }
 
-    // False: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
-    bool submit(const TicketRef& ticket) {
+    // Refused: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
+    Verdict submit(const TicketRef& ticket) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
-        if (!closed_ && !empty && order_.size() >= tickets_max_) return false;
+        if (!closed_ && !empty && order_.size() >= tickets_max_) return {Fault::refused};
         ticket->submitted_ns = now_ns();
         ticket->sequence = counters_.tickets_total++;
         if (closed_ || empty) {
             if (empty) ticket->started_ns = ticket->submitted_ns.load();
             lock.unlock();
             ticket->end(empty ? State::complete : State::cancelled);
-            return true;
+            return {};
         }
         order_.insert(ticket);
         const bool wake = sleeping_ > 0;
         lock.unlock();
         if (wake) work_.notify_one();
-        return true;
+        return {};
     }
 
     // The next piece of the ticket with the earliest deadline; sleeps until there is one. Nothing once the queue is closed.

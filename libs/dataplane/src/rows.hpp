@@ -13,6 +13,9 @@
 
 namespace treadle::dataplane {
 
+// What a row costs depends on where it lies; admission keeps a cost for each, metrics a label.
+enum class Tier : int32_t { memory = 0, disk = 1, remote = 2 };
+
 // Rows [first, last) of a table.
 struct RowRange {
     int64_t first, last;
@@ -22,8 +25,8 @@ struct RowRange {
 class RowStore {
 public:
     // `held`: the rows that are here, rising and disjoint; empty: all of them.
-    RowStore(int64_t row_count, int64_t row_bytes, std::vector<RowRange> held = {})
-        : row_count(row_count), row_bytes(row_bytes), held_(std::move(held)) {}
+    RowStore(Tier tier, int64_t row_count, int64_t row_bytes, std::vector<RowRange> held = {})
+        : tier(tier), row_count(row_count), row_bytes(row_bytes), held_(std::move(held)) {}
     virtual ~RowStore() = default;
     RowStore(const RowStore&) = delete;
     RowStore& operator=(const RowStore&) = delete;
@@ -42,6 +45,7 @@ public:
 
     const std::vector<RowRange>& held() const noexcept { return held_; }
 
+    const Tier tier;
     const int64_t row_count, row_bytes;
 
 private:
@@ -59,7 +63,7 @@ using RowStoreRef = std::shared_ptr<RowStore>;
 class MemoryRows : public RowStore {
 public:
     MemoryRows(const std::byte* table, int64_t row_count, int64_t row_bytes, std::vector<RowRange> held = {})
-        : RowStore(row_count, row_bytes, std::move(held)), table_(table) {}
+        : RowStore(Tier::memory, row_count, row_bytes, std::move(held)), table_(table) {}
 
     Fault gather(const int64_t* rows, int64_t count, std::byte* out) noexcept override {
         kernels::gather(table_, row_bytes, rows, count, out);

@@ -32,6 +32,15 @@ struct Job {
     int64_t units_per_piece = 1;
 };
 
+// The answer to a submission: queued, or refused with the reason and what the caller can do about it.
+struct Verdict {
+    Fault fault = Fault::none;
+    int64_t predicted_finish_ns = 0;  // CLOCK_MONOTONIC; 0: not known
+    int64_t retry_after_ns = 0;       // 0: not known
+
+    explicit operator bool() const noexcept { return fault == Fault::none; }
+};
+
 enum class State : int { open, complete, cancelled, failed };
 
 class Ticket {
@@ -86,6 +95,7 @@ public:
 
     const Job job;
     const int64_t deadline_ns;
+    int32_t tenant = 0;  // index; 0: nobody in particular
     std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
 
     // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has
