@@ -46,5 +46,9 @@ def lookup(
 ) -> bool:
     """False, with `out` untouched, if a token id is out of range."""
 
-def dequantise(values: int, scales: int, dim: int, block: int, rows: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
+def dequantise(
+    values: int, scales: int, dim: int, block: int, scale: float, rows: NDArray[np.uint8], out: NDArray[np.float32]
+) -> None:
+    """`scale` is read where `scales` says that all rows have one."""
+
 def crc32c(data: NDArray[np.uint8], crc: int) -> int: ...
