@@ -173,7 +173,8 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
-        source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
+        sent = request.checkpoint
+        source = CheckpointOrder(Path(sent.path), dict(sent.tensors), sent.name, sent.row_dtype)
     elif request.WhichOneof("source") == "random":
         source = RandomOrder(request.random.seed)
     elif request.WhichOneof("source") == "grown":
