@@ -36,24 +36,24 @@ public:
         finished_.reserve(tickets_max + static_cast<size_t>(workers) + 1);  // a worker must not meet a lack of memory
     }
 
-    // False: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
-    bool submit(const TicketRef& ticket) {
+    // Refused: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
+    Verdict submit(const TicketRef& ticket) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
-        if (!closed_ && !empty && order_.size() >= tickets_max_) return false;
+        if (!closed_ && !empty && order_.size() >= tickets_max_) return {Fault::refused};
         ticket->submitted_ns = now_ns();
         ticket->sequence = counters_.tickets_total++;
         if (closed_ || empty) {
             if (empty) ticket->started_ns = ticket->submitted_ns.load();
             lock.unlock();
             ticket->end(empty ? State::complete : State::cancelled);
-            return true;
+            return {};
         }
         order_.insert(ticket);
         const bool wake = sleeping_ > 0;
         lock.unlock();
         if (wake) work_.notify_one();
-        return true;
+        return {};
     }
 
     // The next piece of the ticket with the earliest deadline; sleeps until there is one. Nothing once the queue is closed.
@@ -71,18 +71,23 @@ public:
         return claim;
     }
 
-    // To be called after each claimed piece has run.
-    void finish(const Claim& claim, int64_t busy_ns) {
+    // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
+    void finish(const Claim& claim, int64_t busy_ns, Fault fault = Fault::none) {
         Ticket& ticket = *claim.ticket;
         std::unique_lock lock(mutex_);
         ++counters_.pieces_total;
         counters_.busy_ns += busy_ns;
         --ticket.pieces_in_flight;
-        const bool complete = ticket.next_unit == ticket.job.units;
-        if (ticket.pieces_in_flight > 0 || !(complete || ticket.stopped)) return;
+        if (fault != Fault::none) {
+            if (ticket.fault == Fault::none) ticket.fault = fault;
+            ticket.lost_from = std::min(ticket.lost_from, claim.first);
+            if (order_.erase(claim.ticket) > 0) ticket.stopped = true;
+        }
+        const bool claimed_wholly = ticket.next_unit == ticket.job.units;
+        if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;
         finished_.push_back(claim.ticket);
         lock.unlock();
-        ticket.end(complete ? State::complete : State::cancelled);
+        ticket.end(ticket.fault != Fault::none ? State::failed : claimed_wholly ? State::complete : State::cancelled);
     }
 
     // Starts no further piece of `ticket`; it ends when the pieces in flight have run. Without effect on one that has no more.
@@ -136,9 +141,7 @@ private:
         ticket.next_unit = std::min(first + ticket.job.units_per_piece, ticket.job.units);
         ++ticket.pieces_in_flight;
         Claim claim{*earliest, first, ticket.next_unit};
-        if (ticket.next_unit == ticket.job.units) {
-            order_.erase(earliest);
-            }
+        if (ticket.next_unit == ticket.job.units) order_.erase(earliest);
         return claim;
     }
 
