@@ -21,12 +21,16 @@ from engram_pool.domain.progress import Progress
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.chassis.errors import CONTRACT_STATUS
 from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
+from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EngramPoolService"].full_name
 STATUS: dict[type[Exception], grpc.StatusCode] = dict(CONTRACT_STATUS)  # the domain raises nothing else
 STALL_SECONDS = 0.05  # behind the deadline: a call that is read finds it passed by itself, and says at which row
+_WARM_STATES = {
+    WarmState.COLD: pb.WARM_STATE_COLD, WarmState.WARMING: pb.WARM_STATE_WARMING, WarmState.WARM: pb.WARM_STATE_WARM,
+}  # fmt: skip
 Context = Any  # grpc.aio.ServicerContext: the stubs and the runtime disagree about its parameters
 
 
@@ -62,7 +66,8 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         segments = [
             pb.Segment(
                 layer=layer, path=str(segment.path), rows_offset_bytes=segment.rows_offset_bytes, rows=segment.row_count,
-                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes,
+                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes, segment_offset_bytes=segment.offset,
+                held=[pb.RowRange(first=first, last=last) for first, last in segment.held or ()],
             )
             for layer, segment in resident.stored.segments.items()
         ]  # fmt: skip
@@ -198,7 +203,7 @@ def _model(listed: Listed) -> pb.Model:
     return pb.Model(
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
         manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
-        loaded_at_seconds=resident.stored.loaded_at_seconds,
+        loaded_at_seconds=resident.stored.loaded_at_seconds, warm_state=_WARM_STATES[resident.warm_state],
     )  # fmt: skip
 
 

@@ -182,6 +182,8 @@ class SegmentFolder:
             if checksums and stored.standing is not Standing.REMOVED:
                 for segment in stored.segments.values():
                     segment.verify()
+                if stored.fusion is not None:
+                    stored.fusion.verify()
         except BaseException:
             self.release(stored)
             raise

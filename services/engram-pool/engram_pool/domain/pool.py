@@ -16,12 +16,13 @@ from functools import partial
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import Door, Doors, Meters, NoDoors, SetAside, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.ports import Door, Doors, Meters, NoDoors, SetAside, Staging, Standing, StoredVersion, VersionStore, Warmer
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
 from engram_pool.domain.verification import Verification
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Unavailable
+from treadle.contract.warm_state import WarmState
 
 log = logging.getLogger("engram_pool")
 READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
@@ -63,9 +64,11 @@ class Pool:
         reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
         doors: Doors | None = None,
+        warmer: Warmer | None = None,
     ) -> None:
         self.draining = False
         self._doors: Doors = doors or NoDoors()
+        self._warmer = warmer
         self._store, self._compute, self._meters = store, compute, meters
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
@@ -124,7 +127,9 @@ class Pool:
                     break
                 await asyncio.sleep(READERS_POLL_SECONDS)
             for resident in [*self._catalogue.all(), *self._unmapping]:
-                await self._compute.run(self._store.release, resident.stored)
+                await self._release(resident)
+            if self._warmer is not None:
+                await self._compute.run(self._warmer.close)
             await self._compute.run(self._store.close, remove_if_empty=not keep_segments)
 
     async def reap_forever(self, interval_seconds: float) -> None:
@@ -249,6 +254,15 @@ class Pool:
         """Smallest page size in use for a table; 0 without tables."""
         return min((resident.page_bytes for resident in self._catalogue.all()), default=0)
 
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of tables whose pages were entered in this process."""
+        return sum(resident.warmth.bytes_entered for resident in self._catalogue.all() if resident.warmth is not None)
+
+    def versions_in(self, state: WarmState) -> int:
+        """Versions that stand so."""
+        return sum(resident.warm_state is state for resident in self._catalogue.all())
+
     def open_readers(self) -> int:
         """Processes that hold a version, counted once for each version, and HoldModel calls."""
         return sum(self._store.readers([resident.stored for resident in self._catalogue.all()])) + self._holding.inside
@@ -345,7 +359,12 @@ class Pool:
         """Unmap versions that are off the list for good, once their last call has ended."""
         for resident in [r for r in self._unmapping if r.calls == 0 and not self._doors.read(r.stored)]:
             self._unmapping.remove(resident)
-            await self._compute.run(self._store.release, resident.stored)
+            await self._release(resident)
+
+    async def _release(self, resident: Resident) -> None:
+        if resident.warmth is not None:
+            resident.warmth.drop()
+        await self._compute.run(self._store.release, resident.stored)
 
     async def _delete(self, resident: Resident) -> bool:
         if resident.calls or resident.holds:
@@ -360,6 +379,8 @@ class Pool:
             raise
         resident.closing = deleted
         if deleted:
+            if resident.warmth is not None:
+                resident.warmth.drop()
             self._catalogue.drop(resident)
         return deleted
 
@@ -367,6 +388,8 @@ class Pool:
         pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
         resident = Resident(stored, stored.standing, page_bytes=pages)
         await self._compute.run(self._doors.publish, stored)
+        if self._warmer is not None:
+            resident.warmth = self._warmer.warm([span for s in stored.segments.values() for span in s.spans_to_enter()])
         self._catalogue.add(resident)
         return resident
 

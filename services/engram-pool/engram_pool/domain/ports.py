@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
+from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
 TokenMap = NDArray[np.int32]
@@ -25,14 +26,44 @@ class Standing(StrEnum):
     REMOVED = "removed"  # off the list; its memory goes when no reader holds it
 
 
+Ranges = tuple[tuple[int, int], ...]  # rows [first, last), rising
+
+
 class TableSegment(Protocol):
-    """A table's file, mapped read-only."""
+    """A table's file, mapped read-only.
+
+    offset: where the segment begins in `path`, bytes; `rows_offset_bytes` from there to the rows
+    held: the rows that are here; None: all
+    chunk_digests: sha256 of each chunk of the whole table; empty where they are not kept
+    stored_bytes: what it takes, holes not counted
+    """
 
     path: Path
+    offset: int
     row_count: int
     row_bytes: int
     rows_offset_bytes: int
     file_bytes: int
+    stored_bytes: int
+    held: Ranges | None
+    chunk_digests: tuple[bytes, ...]
+    metadata: dict[str, str]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Chunks that are here, rising."""
+
+    def chunk(self, chunk: int) -> NDArray[np.uint8]:
+        """Bytes of one of them, uint8 [n], read-only; the segment owns the memory."""
+
+    def check_chunk(self, chunk: int) -> None:
+        """Compare the checksum of one. Raises DataLoss."""
+
+    def check_frame(self) -> None:
+        """Compare what is around the rows, and the file's size. Raises DataLoss."""
+
+    def spans_to_enter(self) -> list[NDArray[np.uint8]]:
+        """Stretches of the mapping whose pages are worth entering; each keeps the mapping alive."""
 
     @property
     def rows(self) -> Rows:
@@ -50,6 +81,29 @@ class TableSegment(Protocol):
 
     def close(self) -> None:
         """Unmap."""
+
+
+class Warmth(Protocol):
+    """How far the pages of a version are entered in this process."""
+
+    bytes_entered: int
+
+    @property
+    def state(self) -> WarmState:
+        """Cold, warming or warm."""
+
+    def drop(self) -> None:
+        """Let go of what is not entered yet: the version is unmapped."""
+
+
+class Warmer(Protocol):
+    """Enters pages in the background."""
+
+    def warm(self, spans: Sequence[NDArray[np.uint8]]) -> Warmth:
+        """Begin with these; returns at once."""
+
+    def close(self) -> None:
+        """Stop."""
 
 
 class KeptFile(Protocol):
@@ -84,8 +138,8 @@ class StoredVersion:
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of all its segment files."""
-        return sum(segment.file_bytes for segment in self.segments.values())
+        """Bytes of all its segments, holes not counted."""
+        return sum(segment.stored_bytes for segment in self.segments.values())
 
     @property
     def stored_bytes(self) -> int:

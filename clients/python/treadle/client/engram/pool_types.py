@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, EngramModel, NotFound, ResourceExhausted, Windows
 from treadle.contract.engram_model import FUSION_BYTES_MAX
+from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
+
+_WARM_STATES = {
+    pb.WARM_STATE_COLD: WarmState.COLD, pb.WARM_STATE_WARMING: WarmState.WARMING, pb.WARM_STATE_WARM: WarmState.WARM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """One version that a pool holds. `readers`: processes on its host that hold it now."""
+    """One version that a pool holds. `readers`: processes on its host that hold it now; `warm_state`: in the pool's own process."""
 
     model: EngramModel
     version: str
@@ -27,11 +32,16 @@ class ResidentModel:
     segment_bytes: int
     readers: int
     loaded_at_seconds: float
+    warm_state: WarmState = WarmState.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
-    """Where one table lies on the pool's host; `rows_offset_bytes` from the start of the file."""
+    """Where one table lies on the pool's host.
+
+    segment_offset_bytes: from the start of the file or device to the segment; `rows_offset_bytes`: from there to the rows
+    held:                 ranges [first, last) of the rows that the pool holds; empty: all
+    """
 
     layer: int
     path: Path
@@ -39,6 +49,8 @@ class SegmentPlace:
     rows: int
     row_bytes: int
     file_bytes: int
+    segment_offset_bytes: int = 0
+    held: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +113,19 @@ def resident_model(message: pb.Model) -> ResidentModel:
     """Read one. Raises InvalidArgument for a manifest that this SDK does not understand."""
     return ResidentModel(
         EngramModel.from_json(message.manifest_json), message.ref.version, message.current, message.segment_bytes,
-        message.readers, message.loaded_at_seconds,
+        message.readers, message.loaded_at_seconds, _WARM_STATES.get(message.warm_state, WarmState.UNKNOWN),
     )  # fmt: skip
 
 
 def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
     """Read one."""
     places = tuple(
-        SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
-    )
+        SegmentPlace(
+            s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes, s.segment_offset_bytes,
+            tuple((r.first, r.last) for r in s.held),
+        )
+        for s in message.segments
+    )  # fmt: skip
     return OpenedModel(
         resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
         _doors(message.doors),
