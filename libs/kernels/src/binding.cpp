@@ -117,15 +117,17 @@ int64_t lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_
     return read ? DONE : UNREADABLE;
 }
 
-void dequantise(int values, int scales, int64_t dim, int64_t block, const Array<uint8_t>& rows, Array<float>& out) {
+void dequantise(int values, int scales, int64_t dim, int64_t block, float scale, const Array<uint8_t>& rows, Array<float>& out) {
     require(rows.ndim() >= 1 && dim >= 1 && block >= 1 && dim % block == 0, "rows, dim, block");
     const int64_t row_bytes = rows.shape(rows.ndim() - 1);
-    constexpr int64_t VALUE_BITS[] = {16, 16, 32, 8, 8, 4}, SCALE_BYTES[] = {0, 1, 2};
-    require(0 <= values && values < 6 && 0 <= scales && scales < 3, "values, scales");
-    require(dim * VALUE_BITS[values] % 8 == 0 && row_bytes == dim * VALUE_BITS[values] / 8 + dim / block * SCALE_BYTES[scales], "row_bytes");
+    constexpr int64_t VALUE_BITS[] = {16, 16, 32, 8, 8, 4, 4};
+    require(0 <= values && values < 7 && 0 <= scales && scales < 5, "values, scales");
+    const auto scale_type = static_cast<tk::ScaleType>(scales);
+    const int64_t scale_bytes = dim / block * tk::inline_scale_bytes(scale_type);
+    require(dim * VALUE_BITS[values] % 8 == 0 && row_bytes == dim * VALUE_BITS[values] / 8 + scale_bytes, "row_bytes");
     const int64_t count = rows.size() / row_bytes;
     require(out.size() == count * dim, "out");
-    const tk::RowFormat format{static_cast<tk::ValueType>(values), static_cast<tk::ScaleType>(scales), row_bytes, dim, block};
+    const tk::RowFormat format{static_cast<tk::ValueType>(values), scale_type, row_bytes, dim, block, scale};
     const auto* const source = reinterpret_cast<const std::byte*>(rows.data());
     float* const target = out.mutable_data();
     const py::gil_scoped_release released;
@@ -154,7 +156,8 @@ PYBIND11_MODULE(_native, module) {
     module.def("gather_rows", &gather_rows, exact("table"), exact("rows"), exact("out"));
     module.def("lookup", &lookup, py::arg("plan"), exact("table"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
                exact("lookback_dead"), exact("out"));
-    module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), exact("rows"), exact("out"));
+    module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), py::arg("scale"), exact("rows"),
+               exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
     bind_dedup(module);
     bind_prefetch(module);

@@ -104,8 +104,8 @@ void compare_gathers(int64_t row_bytes) {
 
 void compare_dequantised(ValueType values, int64_t value_bits, ScaleType scales, int64_t dim, int64_t block) {
     const int64_t value_bytes = dim * value_bits / 8;
-    const int64_t scale_bytes = scales == ScaleType::none ? 0 : dim / block * (scales == ScaleType::ue8m0 ? 1 : 2);
-    const RowFormat format{values, scales, value_bytes + scale_bytes, dim, block};
+    const int64_t scale_bytes = dim / block * inline_scale_bytes(scales);
+    const RowFormat format{values, scales, value_bytes + scale_bytes, dim, block, 0.000199f};
     for (const int64_t count : {0, 1, 7}) {
         std::vector<std::byte> rows(static_cast<size_t>(count * format.row_bytes));
         for (auto& byte : rows) byte = static_cast<std::byte>(random_words());
@@ -124,9 +124,9 @@ void compare_dequantised(ValueType values, int64_t value_bits, ScaleType scales,
 }
 
 void compare_dequantised_formats() {
-    const int64_t value_bits[] = {16, 16, 32, 8, 8, 4};
-    for (int type = 0; type < 6; ++type) {
-        for (const ScaleType scales : {ScaleType::none, ScaleType::ue8m0, ScaleType::fp16}) {
+    const int64_t value_bits[] = {16, 16, 32, 8, 8, 4, 4};
+    for (int type = 0; type < 7; ++type) {
+        for (const ScaleType scales : {ScaleType::none, ScaleType::ue8m0, ScaleType::fp16, ScaleType::fp32, ScaleType::all_rows}) {
             for (const int64_t block : {1, 3, 5, 16, 32, 100}) {
                 compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 2 * block, block);
                 compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 6 * block, block);

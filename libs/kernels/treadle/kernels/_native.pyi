@@ -50,7 +50,11 @@ def lookup(
 ) -> int:
     """DONE, UNREADABLE, or with `out` untouched 0 if a token id is out of range."""
 
-def dequantise(values: int, scales: int, dim: int, block: int, rows: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
+def dequantise(
+    values: int, scales: int, dim: int, block: int, scale: float, rows: NDArray[np.uint8], out: NDArray[np.float32]
+) -> None:
+    """`scale` is read where `scales` says that all rows have one."""
+
 def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
     """None: a page could not be read."""
 
