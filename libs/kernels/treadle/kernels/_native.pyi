@@ -6,6 +6,8 @@ from numpy.typing import NDArray
 DONE: int
 UNREADABLE: int
 """A page of the table could not be read (SIGBUS); what was written to `out` is undefined."""
+REFUSED: int
+"""An argument is not what is documented; nothing was read or written."""
 
 class Plan:
     """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
@@ -36,7 +38,7 @@ def row_ids(
     """False, with `out` untouched, if a token id is out of range."""
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
-    """DONE, UNREADABLE, or with `out` untouched the flat position of the first id out of range."""
+    """DONE, UNREADABLE, REFUSED, or with `out` untouched the flat position of the first id out of range. Checks its arguments itself."""
 
 def lookup(
     plan: Plan,

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Family, ResourceExhausted, RowLayout, Windows
+from treadle.contract import Family, InvalidArgument, ResourceExhausted, RowLayout, Windows
 from treadle.kernels import _native, arguments
 from treadle.kernels.crc_reference import BytesLike, flat_bytes
 from treadle.kernels.hash_plan import HashPlan
@@ -37,12 +37,9 @@ def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = No
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Copy table[rows] into out; see `reference.gather_rows`."""
-    arguments.check_gather_shapes(table, rows, out)
-    bad = _native.gather_rows(table, rows, out)
-    if bad >= 0:
-        raise arguments.row_out_of_range(rows, bad, table.shape[0])
-    if bad != _native.DONE:
-        raise arguments.unreadable("table")
+    state = _native.gather_rows(table, rows, out)
+    if state != _native.DONE:
+        raise _gather_error(state, table, rows, out)
 
 
 def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
@@ -92,6 +89,15 @@ def spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[
     """Copy fetched[inverse] into out; see `dedup_reference.spread`."""
     arguments.check_spread(fetched, inverse, out)
     _native.spread(fetched, inverse, out)
+
+
+def _gather_error(state: int, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> Exception:
+    if state >= 0:
+        return arguments.row_out_of_range(rows, state, table.shape[0])
+    if state == _native.UNREADABLE:
+        return arguments.unreadable("table")
+    arguments.check_gather_shapes(table, rows, out)  # names what is wrong
+    return InvalidArgument("table, rows, out: arrays of uint8, int64 and uint8 in this machine's own types expected")
 
 
 def _native_plan(plan: HashPlan) -> _native.Plan:
