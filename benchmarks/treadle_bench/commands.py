@@ -20,7 +20,7 @@ Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a goal is
 
 @app.command()
 def gather(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
-    """Rows of a 2.5 GB table, against Listing 1 of the CXL paper and the read-only pass (needs 5 GB of memory)."""
+    """Rows of a 2.5 GB table, against Listing 1 of the CXL paper, the read-only pass, numpy, torch and engramdb (needs 5 GB of memory)."""
     try:
         from treadle_bench.gather import measure
     except ImportError as error:
@@ -29,8 +29,8 @@ def gather(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
         ) from error
     from treadle_bench.report import show
 
-    rows, goals = measure(quick=quick)
-    show(rows, goals, as_json=json, title="gather", quick=quick)
+    rows, goals, notes = measure(quick=quick)
+    show(rows, goals, as_json=json, title="gather", quick=quick, notes=notes)
     _exit(strict, [goal.met for goal in goals])
 
 

@@ -45,9 +45,8 @@ def check_gather_shapes(table: NDArray[np.uint8], rows: NDArray[np.int64], out: 
 def check_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """All checks of `gather_rows`. Raises InvalidArgument for shapes and dtypes, RowOutOfRange naming the first bad id."""
     check_gather_shapes(table, rows, out)
-    bad = (rows < 0) | (rows >= table.shape[0])
-    if bad.any():
-        raise row_out_of_range(rows, int(np.argmax(bad)), table.shape[0])
+    if rows.size and rows.view(np.uint64).max() >= table.shape[0]:  # one pass: a negative id is a large number
+        raise row_out_of_range(rows, int(np.argmax((rows < 0) | (rows >= table.shape[0]))), table.shape[0])
 
 
 def check_dedup(rows: NDArray[np.int64]) -> None:
