@@ -10,7 +10,7 @@ import pytest
 
 from treadle import dataplane, kernels
 from treadle.contract import Unavailable
-from treadle_bench import gather, gather_tables, hashing, loading, tickets
+from treadle_bench import attach, gather, gather_tables, hashing, loading, tickets
 from treadle_bench.busy_core import busy_core
 from treadle_bench.engramdb_peer import engramdb_peer
 from treadle_bench.own_venv import interpreter_with
@@ -71,8 +71,20 @@ def test_a_package_that_cannot_be_installed_is_unavailable_and_tried_again_next_
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     for _ in range(2):
-        with pytest.raises(Unavailable, match="false -m venv .* failed"):
+        with pytest.raises(Unavailable, match=r"false -m venv .* failed"):
             interpreter_with("some-package==1", tmp_path)
+
+
+def test_attach_measures_real_clients_of_a_real_pool() -> None:
+    before = left_behind()
+    rows, goals, notes = attach.measure(quick=True, table_bytes=SMALL_BYTES)
+    assert {row.name for row in rows} >= {"attach", "warm in the background", "added by a client, warm", "of that, page tables"}
+    assert all(row.n == attach.CLIENTS for row in rows)
+    by_name = {row.name: row.median for row in rows}
+    assert by_name["pss of a client"] > by_name["added by a client, warm"] >= by_name["of that, page tables"] >= 0
+    assert len(goals) == 3
+    assert any("warm state at the end: warm" in note for note in notes)
+    assert left_behind() == before
 
 
 def test_hash_measures_every_family() -> None:

@@ -140,8 +140,9 @@ def show(
     table = Table(box=None, pad_edge=False)
     for heading in ("what", "with", "median", "p99", "n", "ratio", "95 %"):
         table.add_column(heading, justify="left" if heading in ("what", "with") else "right")
+    alone = "" if all(row.ratio is None for row in rows) else "1"  # the baseline itself; nothing where there is none
     for row in rows:
-        ratio = "1" if row.ratio is None else f"{row.ratio:.3f}"
+        ratio = alone if row.ratio is None else f"{row.ratio:.3f}"
         interval = "" if row.ratio_ci95 is None else f"{row.ratio_ci95[0]:.3f}-{row.ratio_ci95[1]:.3f}"
         params = " ".join(f"{key}={value}" for key, value in row.params.items())
         table.add_row(row.name, params, f"{_digits(row.median)} {row.unit}", _digits(row.p99), str(row.n), ratio, interval)
