@@ -16,8 +16,12 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
+from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.commands import app
+from engram_pool.domain.checkpoint_rows import CheckpointRows
+from engram_pool.domain.derivation import derived_template
 from engram_pool.domain.ple_config import ple_template
+from engram_pool.domain.tensor_match import match_tensors
 from treadle import kernels
 from treadle.contract import EngramModel, FingerprintMismatch, InvalidArgument, RowLayout, Scale, Windows
 from treadle.contract.families import qwen_ple_model
@@ -209,6 +213,39 @@ def test_a_second_layer_goes_on_where_the_primes_and_the_seed_of_the_first_end()
     assert model.layers == (1, 4)
     assert min(map(min, model.primes[1])) > max(map(max, model.primes[0]))
     assert model.multipliers[0] != model.multipliers[1]
+
+
+def test_a_checkpoint_of_the_published_size_is_understood(tmp_path: Path) -> None:
+    """128 shards of 2,500,012 rows in two files that are holes: 51 GB to read, nothing on disk."""
+    published = TEXT | {"ngram_vocab_size_base": 20_000_000, "split_ngram_parts": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen4_exp", "text_config": published}))
+    for part in range(2):
+        header: dict[str, Any] = {}
+        for place, k in enumerate(range(part, 128, 2)):
+            begin = place * 2_500_012 * 160
+            name = f"{PREFIX}ngram_embedding.shard_{k}.weight"
+            header[name] = {"dtype": "F8_E4M3", "shape": [2_500_012, 160], "data_offsets": [begin, begin + 2_500_012 * 160]}
+        end = 64 * 2_500_012 * 160
+        if part == 0:
+            header[f"{PREFIX}ngram_embedding.weight_scale"] = {"dtype": "BF16", "shape": [1], "data_offsets": [end, end + 2]}
+        text = json.dumps(header).encode()
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+            if part == 0:
+                file.seek(0, 2)
+                file.write(b"\x51\x39")
+    checkpoint = open_checkpoint(tmp_path)
+    try:
+        model = derived_template(checkpoint, None, {})
+        rows = CheckpointRows(checkpoint, model, None, match_tensors(checkpoint, model, {}))
+        assert rows.row_count(1) == 320_001_536 >= model.rows_hashed(1) == 320_001_446
+        assert model.row.scale == Scale.of_all_rows(SCALE)
+        out = np.ones((3, 160), dtype=np.uint8)
+        rows.read(1, 127 * 2_500_012 - 1, out)  # across the seam of the last two shards
+        assert not out.any()
+    finally:
+        checkpoint.close()
 
 
 async def test_a_missing_shard_is_named(serve: Serve, make: Make) -> None:
