@@ -68,9 +68,9 @@ Make = Callable[..., Ple]
 def make(tmp_path: Path, write_tensors: WriteSafetensors) -> Make:
     """`make(dtype, width)`: rows of `width` columns of a tensor dtype, as shards, with the numbers of the hash beside them."""
 
-    def checkpoint(dtype: str, width: int, *, suffix: str = "weight") -> Ple:
-        folder = tmp_path / "Qwen PLE small"
-        folder.mkdir()
+    def checkpoint(dtype: str, width: int, *, suffix: str = "weight", folder: str = "Qwen PLE small") -> Ple:
+        path = tmp_path / folder
+        path.mkdir()
         model = qwen_ple_model("x", layers=(1,), prime_base=100, row=BF16)
         padded = -(-model.rows_hashed(1) // 128) * 128
         row_bytes = width * {"BF16": 2, "F8_E4M3": 1, "U8": 1}[dtype]
@@ -84,7 +84,7 @@ def make(tmp_path: Path, write_tensors: WriteSafetensors) -> Make:
             ("ngram_heads_offsets", np.cumsum(primes) - primes),
         ):  # fmt: skip
             tensors[PREFIX + name] = ("I64", numbers.shape, numbers.tobytes())
-        return Ple(folder, tensors, rows, write_tensors)
+        return Ple(path, tensors, rows, write_tensors)
 
     return checkpoint
 
@@ -160,9 +160,13 @@ async def test_nf4_rows_are_packed_to_84_bytes(serve: Serve, make: Make, suffix:
 
 async def test_u8_rows_hold_what_the_caller_says_packed_or_not(serve: Serve, make: Make) -> None:
     ple = make("U8", 84, suffix="weight_packed")
+    as_words = {name: ("U32", (shape[0], 21), data) for name, (_, shape, data) in ple.tensors.items() if "shard" in name}
     async with serve() as served:
         assert "does not say what its bytes hold" in await refused(served, ple.save())
         assert "('nvfp4' is not known)" in await refused(served, ple.save(ple_embedding_dtype="nvfp4"))
+        bytes_of_two, ple.tensors = ple.tensors, ple.tensors | as_words
+        assert "nf4 rows are U8, got" in await refused(served, ple.save(), row_dtype="nf4")
+        ple.tensors = bytes_of_two
         model = await load(served, ple.save(), row_dtype="nf4")
         assert model.row == RowLayout(84, 160, "nf4", Scale("fp32", 160))
         assert np.array_equal(table(served, model.name), ple.rows)
@@ -256,7 +260,7 @@ async def test_a_missing_shard_is_named(serve: Serve, make: Make) -> None:
         ple.tensors |= {f"{PREFIX}ngram_embedding.shard_{k}.weight": shard for k, shard in ((0, first), (7, middle))}
         text = await refused(served, ple.save())
         assert "15 shards" in text
-        assert "split_ngram_parts 16: 1 are missing" in text
+        assert "there are 16 (split_ngram_parts)" in text
         ple.tensors[f"{PREFIX}ngram_embedding.shard_15.weight"] = last
         ple.tensors[f"{PREFIX}ngram_embedding.shard_07.weight"] = middle
         assert "a shard's number stands twice" in await refused(served, ple.save())
@@ -326,6 +330,13 @@ async def test_a_scale_that_is_missing_or_no_scale_is_refused(serve: Serve, make
         assert (await load(served, ple.save())).row.scale == Scale.of_all_rows(0.5)
 
 
+async def test_tensors_without_rows_are_refused(serve: Serve, make: Make) -> None:
+    ple = make("BF16", 160)
+    ple.tensors[f"{PREFIX}ngram_embedding.shard_3.weight"] = ("BF16", (), bytes(2))
+    async with serve() as served:
+        assert "belong to two checkpoints" in await refused(served, ple.save())
+
+
 async def test_a_manifest_whose_scale_is_not_the_checkpoints_is_refused(serve: Serve, make: Make) -> None:
     folder = global_scale(make("F8_E4M3", 160)).save()
     model = qwen_ple_model("given", layers=(1,), prime_base=100, row=RowLayout(160, 160, "fp8_e4m3"))
@@ -334,6 +345,8 @@ async def test_a_manifest_whose_scale_is_not_the_checkpoints_is_refused(serve: S
         other = replace(model, row=replace(model.row, scale=Scale.of_all_rows(1.0)))
         assert "'row.scale' differs" in await refused(served, folder, other)
         assert "name, row_dtype: the manifest says both" in await refused(served, folder, model, row_dtype="nf4")
+        as_bytes = global_scale(make("U8", 160, folder="bytes")).save()
+        assert "the manifest has no row.scale" in await refused(served, as_bytes, model)
         fitting = replace(model, row=replace(model.row, scale=Scale.of_all_rows(SCALE)))
         assert (await load(served, folder, fitting)).name == "given"
 
@@ -343,6 +356,9 @@ async def test_numbers_of_another_hash_are_refused_with_a_manifest_too(serve: Se
     model = qwen_ple_model("given", layers=(1,), prime_base=100, seed=4, row=BF16)
     async with serve() as served:
         assert "'multipliers' differs" in await refused(served, ple.save(), model)
+        multipliers = ple.tensors[f"{PREFIX}layer_multipliers"]
+        ple.tensors[f"{PREFIX}layer_multipliers"] = ("I64", (2,), multipliers[2][:16])
+        assert "expected '3 numbers (manifest)', got '2 (" in await refused(served, ple.save())
         ple.tensors[f"{PREFIX}layer_multipliers"] = ("F32", (3,), bytes(12))
         assert "I64 numbers of the hash expected" in await refused(served, ple.save())
 

@@ -292,6 +292,7 @@ class EngramModel:
                 "row_bytes": self.row.bytes,
                 "row_dim": self.row.dim,
                 "row_dtype": self.row.dtype,
+                "row_scale": self.row.scale.bits if self.row.scale is not None else None,  # the one of all rows
                 "pad_id": self.pad_id,
                 "eos_id": self.eos_id,
                 "compressed_vocab_size": self.compressed_vocab_size,

@@ -36,8 +36,8 @@ def plan(
     """Plan the memory of an Engram model: bytes, bandwidth and latency, what fits where, local DRAM against a CXL pool."""
     from treadle.cli.plan.cost import Prices  # with numpy behind it, which `treadle --help` need not wait for
     from treadle.cli.plan.demand import Workload
-    from treadle.cli.plan.models import known_model, manifest_model
-    from treadle.cli.plan.placement import GB, Room
+    from treadle.cli.plan.models import GB, known_model, manifest_model
+    from treadle.cli.plan.placement import Room
     from treadle.cli.plan.planning import make_plan
     from treadle.cli.plan.report import document, show
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from treadle.cli.plan.models import GB
 from treadle.contract import InvalidArgument
 
-GB = 10**9  # the paper's: 100B parameters of 2 bytes are 200 GB
 BREAK_EVEN_MAX = 1024  # hosts
 PORTS_PER_HOST = 2  # of the switch: its adapter and its controller
 

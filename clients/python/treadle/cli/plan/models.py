@@ -18,7 +18,7 @@ PAPER_LAYERS = (1, 14)  # the paper's k = 2 and 15 count from 1
 PAPER_DECODER_LAYERS = 64  # of Qwen3-32B, its case study (section 3.2)
 PAPER_WIDTH = 1280  # emb_dim (section 5.2): values of an n-gram order, all heads together
 PAPER_HEADS = 16  # rows of a token and layer (section 3.1)
-VALUE_BYTES = 2  # bf16: 200 GB for 100B (section 5.4)
+VALUE_BYTES, GB = 2, 10**9  # bf16; 100B are 200 GB (section 5.4)
 QWEN_PADDED_ROWS = 128 * 2_500_012  # shards of the published checkpoint
 DECODER_LAYERS_MAX = 1024
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from treadle.contract import InvalidArgument
 
-GB = 10**9
-
 
 @dataclass(frozen=True, slots=True)
 class Room:
