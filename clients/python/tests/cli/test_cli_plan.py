@@ -175,11 +175,22 @@ def test_a_time_is_carried_over_by_rows_from_the_nearest_layout(bench: Path) -> 
 
 def test_without_a_bench_file_the_plan_says_so(bench: Path) -> None:
     assert "not measured: give --bench FILE" in run("27b")
-    assert planned("27b")["fabric"] is None
+    assert planned("27b")["fabric"] == []
     text = run("27b", "--bench", bench)
     assert "Loom 9000" in text
     assert "not measured" not in text
-    assert {each["reading"] for each in planned("27b", "--bench", bench)["fabric"]["estimates"]} == {"16 x 320 B", "16 x 160 B"}
+    (one,) = planned("27b", "--bench", bench)["fabric"]
+    assert {each["reading"] for each in one["estimates"]} == {"16 x 320 B", "16 x 160 B"}
+
+
+def test_several_bench_files_are_told_one_after_the_other(bench: Path, tmp_path: Path) -> None:
+    other = tmp_path / "remote.json"
+    other.write_text(json.dumps({"machine": {"cpu": "Shuttle", "cores": 64}, "rows": [row("socket", 400.0, 500.0)]}))
+    first, second = planned("v4.1", "--bench", bench, "--bench", other)["fabric"]
+    assert ("Loom 9000" in first["machine"], second["machine"]) == (True, "Shuttle, 64 cores")
+    assert {each["way"] for each in second["estimates"]} == {"socket"}
+    text = run("v4.1", "--bench", bench, "--bench", other)
+    assert text.index("Loom 9000") < text.index("Shuttle, 64 cores")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ def plan(
     step_ms: Annotated[float, typer.Option(help="Milliseconds of a step.")] = 3.6,
     batch: Annotated[int, typer.Option(help="Tokens of a step on one host.")] = 256,
     decoder_layers: Annotated[int | None, typer.Option(help="Layers of the language model; none: the known model's.")] = None,
-    bench: Annotated[Path | None, typer.Option(help="What `treadle bench … --json` wrote: what this fabric gives.")] = None,
+    bench: Annotated[
+        list[Path] | None, typer.Option(help="What `treadle bench … --json` wrote: what this fabric gives; may be given again.")
+    ] = None,
     host_memory_gb: Annotated[float, typer.Option(help="GB for tables in a host; the paper's hosts have 1 TiB.")] = 1099.511627776,
     pool_gb: Annotated[float, typer.Option(help="GB of a CXL pool; the paper's switch reaches 4 TB.")] = 4000.0,
     replicas: Annotated[int, typer.Option(help="Copies of every row, where rows are spread over hosts.")] = 1,
@@ -46,7 +48,7 @@ def plan(
     planned = known_model(model, decoder_layers) if manifest is None else manifest_model(manifest, decoder_layers)
     made = make_plan(
         planned, Workload(hosts, batch, step_ms / 1e3, throughput), Prices(dram_price, switch_price, adapter_price, controller_price),
-        Room(host_memory_gb * GB, pool_gb * GB, replicas), bench,
+        Room(host_memory_gb * GB, pool_gb * GB, replicas), bench or (),
     )  # fmt: skip
     if as_json:
         print_json(document(made))

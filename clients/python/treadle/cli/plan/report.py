@@ -26,12 +26,15 @@ def document(plan: Plan) -> dict[str, Any]:
             "tokens_second": workload.throughput,
         },
         "demands": [_demand_document(demand) for demand in plan.demands],
-        "fabric": None if plan.bench is None else {
-            "bench": plan.bench.path, "machine": plan.bench.machine,
-            "estimates": [
-                {"reading": reading} | asdict(estimate) for reading, made in plan.estimates.items() for estimate in made
-            ],
-        },
+        "fabric": [
+            {
+                "bench": bench.path, "machine": bench.machine,
+                "estimates": [
+                    {"reading": reading} | asdict(estimate) for reading, made in plan.estimates.items() for estimate in made[place]
+                ],
+            }
+            for place, bench in enumerate(plan.benches)
+        ],
         "placements": [asdict(placement) | {"fits": placement.fits} for placement in plan.placements],
         "cost": {
             "prices": asdict(plan.prices), "break_even_hosts": plan.break_even_hosts,
@@ -99,20 +102,17 @@ def _needed(plan: Plan) -> list[str | Table]:
 
 def _given(plan: Plan) -> list[str | Table]:
     lines: list[str | Table] = ["", "Given by this fabric"]
-    if plan.bench is None:
+    if not plan.benches:
         return [*lines, NO_BENCH]
-    rows = [
-        (reading, made.way, str(made.layer), f"{made.takes_us:,.1f} us", f"{made.finishes_us:,.1f} us", f"{gigabytes(made.bytes_second)}/s",
-         "yes" if made.in_time_p99 else "median" if made.in_time else "no")
-        for reading, estimates in plan.estimates.items() for made in estimates
-    ]  # fmt: skip
-    lines.append(f"from {plan.bench.path} ({plan.bench.machine}), in proportion to rows; one layer after the other")
-    table = _table(("rows of a token", "way", "layer", "takes", "finishes", "rate", "in time"), rows)
-    return [
-        *lines,
-        table,
-        "medians; in time: yes where 99 of 100 are too. Far memory (CXL) takes longer than the DRAM of such a file.",
-    ]
+    for place, bench in enumerate(plan.benches):
+        rows = [
+            (reading, made.way, str(made.layer), f"{made.takes_us:,.1f} us", f"{made.finishes_us:,.1f} us", f"{gigabytes(made.bytes_second)}/s",
+             "yes" if made.in_time_p99 else "median" if made.in_time else "no")
+            for reading, estimates in plan.estimates.items() for made in estimates[place]
+        ]  # fmt: skip
+        lines.append(f"from {bench.path} ({bench.machine}), in proportion to rows; one layer after the other")
+        lines.append(_table(("rows of a token", "way", "layer", "takes", "finishes", "rate", "in time"), rows))
+    return [*lines, "medians; in time: yes where 99 of 100 are too. Far memory (CXL) takes longer than the DRAM of such a file."]
 
 
 def _where(plan: Plan) -> list[str | Table]:
