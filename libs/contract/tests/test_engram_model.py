@@ -17,8 +17,8 @@ from treadle.contract import (
     canonical_json,
     version_of,
 )
-from treadle.contract.engram_model import PRECISIONS, row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, hash_multipliers, head_primes, qwen_ple_model
+from treadle.contract.row_layout import PRECISIONS, row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.contract.version import is_version_prefix
 

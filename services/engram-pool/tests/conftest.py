@@ -41,8 +41,8 @@ from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
 from treadle.client import Fabric
 from treadle.contract import EngramModel, Fusion, RowLayout, Table
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
+from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Windows
-from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN
+from treadle.contract.row_layout import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.kernels.hash_plan import HashPlan
 
 _INT64, _UINT8, _FLOAT32 = np.dtype(np.int64), np.dtype(np.uint8), np.dtype(np.float32)

@@ -14,7 +14,7 @@ from engram_pool.domain.tensor_match import BYTE_DTYPES, SCALE_DTYPES, TENSOR_DT
 from engram_pool.domain.tensor_names import Found, find_tensors, height, refuse_open
 from engram_pool.domain.v41_config import V41_LAYERS_KEY, v41_template
 from treadle.contract import EngramModel, Family, InvalidArgument, RowLayout, Scale
-from treadle.contract.engram_model import SCALE_BYTES, VALUE_BITS
+from treadle.contract.row_layout import SCALE_BYTES, VALUE_BITS
 
 _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8_e4m3"}
 _PACKED_SCALES = {"nf4": "fp32", "int4": "fp16"}  # behind the values of a row, where no tensor holds them
