@@ -36,24 +36,24 @@ public:
         finished_.reserve(tickets_max + static_cast<size_t>(workers) + 1);  // a worker must not meet a lack of memory
     }
 
-    // False: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
-    bool submit(const TicketRef& ticket) {
+    // Refused: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
+    Verdict submit(const TicketRef& ticket) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
-        if (!closed_ && !empty && order_.size() >= tickets_max_) return false;
+        if (!closed_ && !empty && order_.size() >= tickets_max_) return {Fault::refused};
         ticket->submitted_ns = now_ns();
         ticket->sequence = counters_.tickets_total++;
         if (closed_ || empty) {
             if (empty) ticket->started_ns = ticket->submitted_ns.load();
             lock.unlock();
             ticket->end(empty ? State::complete : State::cancelled);
-            return true;
+            return {};
         }
         order_.insert(ticket);
         const bool wake = sleeping_ > 0;
         lock.unlock();
         if (wake) work_.notify_one();
-        return true;
+        return {};
     }
 
     // The next piece of the ticket with the earliest deadline; sleeps until there is one. Nothing once the queue is closed.
@@ -71,18 +71,30 @@ public:
         return claim;
     }
 
-    // To be called after each claimed piece has run.
-    void finish(const Claim& claim, int64_t busy_ns) {
+    // The next piece, for a thread that has something else to do where there is none.
+    std::optional<Claim> try_claim() {
+        std::lock_guard lock(mutex_);
+        if (order_.empty()) return std::nullopt;
+        return claim_earliest();
+    }
+
+    // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
+    void finish(const Claim& claim, int64_t busy_ns, Fault fault = Fault::none) {
         Ticket& ticket = *claim.ticket;
         std::unique_lock lock(mutex_);
         ++counters_.pieces_total;
         counters_.busy_ns += busy_ns;
         --ticket.pieces_in_flight;
-        const bool complete = ticket.next_unit == ticket.job.units;
-        if (ticket.pieces_in_flight > 0 || !(complete || ticket.stopped)) return;
-        finished_.push_back(claim.ticket);
+        if (fault != Fault::none) {
+            if (ticket.fault == Fault::none) ticket.fault = fault;
+            ticket.lost_from = std::min(ticket.lost_from, claim.first);
+            if (order_.erase(claim.ticket) > 0) ticket.stopped = true;
+        }
+        const bool claimed_wholly = ticket.next_unit == ticket.job.units;
+        if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;
+        remember(claim.ticket);
         lock.unlock();
-        ticket.end(complete ? State::complete : State::cancelled);
+        ticket.end(ticket.fault != Fault::none ? State::failed : claimed_wholly ? State::complete : State::cancelled);
     }
 
     // Starts no further piece of `ticket`; it ends when the pieces in flight have run. Without effect on one that has no more.
@@ -106,7 +118,7 @@ public:
         work_.notify_all();
     }
 
-    // Tickets that have ended since the last call: their arrays may go, on the caller's thread.
+    // Tickets with arrays that have ended since the last call: those may go, on the caller's thread.
     std::vector<TicketRef> take_finished() {
         std::lock_guard lock(mutex_);
         std::vector<TicketRef> taken(std::make_move_iterator(finished_.begin()), std::make_move_iterator(finished_.end()));
@@ -136,16 +148,18 @@ private:
         ticket.next_unit = std::min(first + ticket.job.units_per_piece, ticket.job.units);
         ++ticket.pieces_in_flight;
         Claim claim{*earliest, first, ticket.next_unit};
-        if (ticket.next_unit == ticket.job.units) {
-            order_.erase(earliest);
-            }
+        if (ticket.next_unit == ticket.job.units) order_.erase(earliest);
         return claim;
+    }
+
+    void remember(const TicketRef& ticket) {
+        if (ticket->arrays) finished_.push_back(ticket);
     }
 
     void end_stopped(const TicketRef& ticket, std::unique_lock<std::mutex>& lock) {
         ticket->stopped = true;
         const bool idle = ticket->pieces_in_flight == 0;
-        if (idle) finished_.push_back(ticket);
+        if (idle) remember(ticket);
         lock.unlock();
         if (idle) ticket->end(State::cancelled);
     }

@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -15,6 +16,8 @@
 #include <system_error>
 #include <utility>
 
+#include "fault.hpp"
+
 namespace treadle::dataplane {
 
 // CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns().
@@ -22,14 +25,23 @@ inline int64_t now_ns() noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A job is checked wholly before it is queued, so that `run` cannot fail: it runs on a thread that has nobody to tell.
+// A job is checked wholly before it is queued: what `run` may still meet is a fault of the tier, and it never throws.
 struct Job {
-    std::function<void(int64_t first, int64_t last)> run;  // does units [first, last)
+    std::function<Fault(int64_t first, int64_t last)> run;  // does units [first, last)
     int64_t units = 0;
     int64_t units_per_piece = 1;
 };
 
-enum class State : int { open, complete, cancelled };
+// The answer to a submission: queued, or refused with the reason and what the caller can do about it.
+struct Verdict {
+    Fault fault = Fault::none;
+    int64_t predicted_finish_ns = 0;  // CLOCK_MONOTONIC; 0: not known
+    int64_t retry_after_ns = 0;       // 0: not known
+
+    explicit operator bool() const noexcept { return fault == Fault::none; }
+};
+
+enum class State : int { open, complete, cancelled, failed };
 
 class Ticket {
 public:
@@ -83,14 +95,19 @@ public:
 
     const Job job;
     const int64_t deadline_ns;
+    int32_t tenant = 0;  // index; 0: nobody in particular
     std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
 
     // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has
-    // ended exactly the units [0, next_unit) are done.
+    // ended exactly the units [0, done_units()) are done.
     int64_t next_unit = 0;
+    int64_t lost_from = INT64_MAX;  // first unit of the earliest piece that met a fault
+    Fault fault = Fault::none;      // the first one met
     int pieces_in_flight = 0;
     bool stopped = false;
     uint64_t sequence = 0;  // order of submission, among equal deadlines
+
+    int64_t done_units() const noexcept { return std::min(next_unit, lost_from); }
 
     std::shared_ptr<void> arrays;  // never touched by the queue or its threads
 

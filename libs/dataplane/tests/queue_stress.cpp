@@ -23,6 +23,7 @@ TicketRef marking_ticket(std::mt19937& random) {
     auto marks = std::make_shared<std::vector<int>>(units);
     Job job{[marks](int64_t first, int64_t last) {
                 for (int64_t i = first; i < last; ++i) (*marks)[static_cast<size_t>(i)] += 1;
+                return Fault::none;
             },
             units, PIECE_UNITS};
     return std::make_shared<Ticket>(std::move(job), static_cast<int64_t>(random() % 1000), marks);

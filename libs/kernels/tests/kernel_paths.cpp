@@ -86,12 +86,19 @@ void compare_gathers(int64_t row_bytes) {
         for (auto& row : rows) row = static_cast<int64_t>(random_words() % static_cast<uint64_t>(table_rows));
         if (count != 0) rows.back() = table_rows - 1;
         require(first_out_of_range(rows.data(), count, table_rows) == -1, "first_out_of_range");
-        std::vector<std::byte> out(static_cast<size_t>(count * row_bytes));
-        gather(table.data(), row_bytes, rows.data(), count, out.data());
-        for (int64_t i = 0; i < count; ++i) {
-            const auto* row = table.data() + rows[static_cast<size_t>(i)] * row_bytes;
-            require(std::equal(row, row + row_bytes, out.data() + i * row_bytes), "gather");
+        const auto compare = [&](auto&& gather_by, int64_t ahead, const char* what) {
+            std::vector<std::byte> out(static_cast<size_t>(count * row_bytes));
+            gather_by(table.data(), row_bytes, rows.data(), count, out.data(), ahead);
+            for (int64_t i = 0; i < count; ++i) {
+                const auto* row = table.data() + rows[static_cast<size_t>(i)] * row_bytes;
+                require(std::equal(row, row + row_bytes, out.data() + i * row_bytes), what);
+            }
+        };
+        for (const int64_t ahead : {int64_t{1}, PREFETCH_ROWS, PREFETCH_ROWS_MAX}) {
+            compare(detail::gather_baseline, ahead, "gather_baseline");
+            if (detail::cpu_has_avx2()) compare(detail::gather_avx2, ahead, "gather_avx2");
         }
+        compare([](auto... arguments) { gather(arguments...); }, PREFETCH_ROWS, "gather");
     }
 }
 

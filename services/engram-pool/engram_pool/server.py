@@ -21,12 +21,16 @@ from engram_pool.domain.progress import Progress
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.chassis.errors import CONTRACT_STATUS
 from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
+from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EngramPoolService"].full_name
 STATUS: dict[type[Exception], grpc.StatusCode] = dict(CONTRACT_STATUS)  # the domain raises nothing else
 STALL_SECONDS = 0.05  # behind the deadline: a call that is read finds it passed by itself, and says at which row
+_WARM_STATES = {
+    WarmState.COLD: pb.WARM_STATE_COLD, WarmState.WARMING: pb.WARM_STATE_WARMING, WarmState.WARM: pb.WARM_STATE_WARM,
+}  # fmt: skip
 Context = Any  # grpc.aio.ServicerContext: the stubs and the runtime disagree about its parameters
 
 
@@ -62,13 +66,14 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         segments = [
             pb.Segment(
                 layer=layer, path=str(segment.path), rows_offset_bytes=segment.rows_offset_bytes, rows=segment.row_count,
-                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes,
+                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes, segment_offset_bytes=segment.offset,
+                held=[pb.RowRange(first=first, last=last) for first, last in segment.held or ()],
             )
             for layer, segment in resident.stored.segments.items()
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=self._doors(),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -143,8 +148,11 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining,
+            draining=pool.draining, doors=self._doors(),
         )  # fmt: skip
+
+    def _doors(self) -> list[pb.Door]:
+        return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline
@@ -195,7 +203,7 @@ def _model(listed: Listed) -> pb.Model:
     return pb.Model(
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
         manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
-        loaded_at_seconds=resident.stored.loaded_at_seconds,
+        loaded_at_seconds=resident.stored.loaded_at_seconds, warm_state=_WARM_STATES[resident.warm_state],
     )  # fmt: skip
 
 

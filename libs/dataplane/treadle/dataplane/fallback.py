@@ -18,7 +18,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Windows
+from treadle.contract import DataLoss, Windows
+from treadle.dataplane.faults import Fault
 from treadle.kernels import HashPlan, gather_rows, lookup
 
 log = logging.getLogger("treadle.dataplane")
@@ -44,6 +45,7 @@ class Ticket:
         self.next_unit = self.pieces_in_flight = 0
         self.lost_from = job.units  # first unit of the earliest piece that raised; all units: none did
         self.cancelled = False
+        self.fault = Fault.NONE
         self.queued = False
         self._ended = threading.Event()
         self._event_fd = -1
@@ -198,9 +200,9 @@ class Engine:
             start = time.monotonic_ns()
             try:
                 ticket.run(first, last)
-            except Exception:  # numpy ran out of memory, say: this ticket ends short, the thread lives on for the others
+            except Exception as error:  # numpy ran out of memory, say: this ticket ends short, the thread lives on for the others
                 log.exception("a piece of a ticket failed")
-                self._lose(ticket, first)
+                self._lose(ticket, first, Fault.DATA_LOSS if isinstance(error, DataLoss) else Fault.INTERNAL)
             self._finish(ticket, time.monotonic_ns() - start)
             del claimed, ticket  # an idle worker keeps nothing alive
 
@@ -221,8 +223,9 @@ class Engine:
                 self.condition.notify()
             return ticket, first, ticket.next_unit
 
-    def _lose(self, ticket: Ticket, first: int) -> None:
+    def _lose(self, ticket: Ticket, first: int, fault: Fault) -> None:
         with self.condition:
+            ticket.fault = ticket.fault or fault
             ticket.lost_from = min(ticket.lost_from, first)
             if ticket.queued:
                 ticket.queued = False

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.dataplane import fallback
+from treadle.dataplane.faults import error_of
 from treadle.kernels import HashPlan
 from treadle.kernels.arguments import check_gather, check_lookup
 
@@ -40,6 +41,8 @@ class _Ticket(Protocol):
     def ended(self) -> bool: ...
     @property
     def cancelled(self) -> bool: ...
+    @property
+    def fault(self) -> int: ...
     def wait(self, seconds: float) -> bool: ...
     def cancel(self) -> int: ...
     def fileno(self) -> int: ...
@@ -74,6 +77,15 @@ def _native() -> Any:
 
 _NATIVE = _native()
 IMPLEMENTATION: Implementation = "python" if _NATIVE is None else "native"
+
+
+def native_module() -> Any:
+    """The extension module. Raises Unavailable where it was not built, or was left out by TREADLE_DATAPLANE=python."""
+    if _NATIVE is None:
+        raise Unavailable(
+            "dataplane: the native extension is not there; build it with a C++20 compiler, or unset TREADLE_DATAPLANE"
+        )
+    return _NATIVE
 
 
 class DeadlineQueue:
@@ -141,6 +153,13 @@ class DeadlineQueue:
         self.check_process()
         return self._engine.stats()
 
+    def native_engine(self) -> Any:
+        """The native queue, for doors that submit to it from threads of their own. Raises Unavailable for a `python` queue."""
+        engine = self._open_engine()
+        if isinstance(engine, fallback.Engine):
+            raise Unavailable("queue: a native one is needed here; build the extension, or unset TREADLE_DATAPLANE")
+        return engine
+
     def close(self) -> None:
         """Cancel what is queued, wait for the pieces in flight, join the threads. A second call does nothing."""
         self._closing()
@@ -207,18 +226,22 @@ class Ticket:
 
     @property
     def cancelled(self) -> bool:
-        """It ended by `cancel()` or by the queue's `close()` before all rows were there."""
+        """It ended by `cancel()`, by the queue's `close()` or by a fault before all rows were there."""
         return self._ticket.cancelled
 
     def wait(self, seconds: float) -> bool:
         """True once all rows are there; False when it was cancelled, or after `seconds`. Other Python threads run meanwhile.
 
-        Raises InvalidArgument for more than WAIT_SECONDS_MAX: a missing row never hangs a token.
+        Raises InvalidArgument for more than WAIT_SECONDS_MAX (a missing row never hangs a token), and the error of the tier
+        that ended it: DataLoss for a truncated or damaged table, Unavailable for one that is gone.
         """
         if not 0 <= seconds <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"seconds: 0 to {WAIT_SECONDS_MAX}, got {seconds}")
         self._queue.check_process()
-        return self._ticket.wait(seconds)
+        came = self._ticket.wait(seconds)
+        if not came and self._ticket.fault:
+            raise error_of(self._ticket.fault, "gather")
+        return came
 
     def cancel(self) -> NDArray[np.bool_]:
         """Start no further piece, wait for those in flight, say which rows are there: [rows, flat] bool.
@@ -250,11 +273,7 @@ class Ticket:
 def _make_engine(implementation: Implementation, workers: int, tickets_max: int, piece_rows: int) -> _Engine:
     if implementation == "python":
         return fallback.Engine(workers, tickets_max, piece_rows)
-    if _NATIVE is None:
-        raise Unavailable(
-            "dataplane: the native extension is not there; build it with a C++20 compiler, or unset TREADLE_DATAPLANE"
-        )
-    engine: _Engine = _NATIVE.Engine(workers, tickets_max, piece_rows)
+    engine: _Engine = native_module().Engine(workers, tickets_max, piece_rows)
     return engine
 
 

@@ -41,14 +41,19 @@ def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[
     bad = _native.gather_rows(table, rows, out)
     if bad >= 0:
         raise arguments.row_out_of_range(rows, bad, table.shape[0])
+    if bad != _native.DONE:
+        raise arguments.unreadable("table")
 
 
 def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
     """Hash and gather in one pass; see `reference.lookup`."""
     arguments.check_lookup_shapes(plan, table, windows, out)
-    if not _native.lookup(
+    state = _native.lookup(
         _native_plan(plan), table, windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
-    ):
+    )
+    if state == _native.UNREADABLE:
+        raise arguments.unreadable("table")
+    if state != _native.DONE:
         arguments.check_tokens(plan, windows)  # finds it again and names it
 
 
@@ -66,7 +71,10 @@ def dequantise(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float
 
 def crc32c(data: BytesLike, crc: int = 0) -> int:
     """CRC32C of `data`, going on from `crc`; see `crc_reference.crc32c`."""
-    return _native.crc32c(flat_bytes(data, crc), crc)
+    after = _native.crc32c(flat_bytes(data, crc), crc)
+    if after is None:
+        raise arguments.unreadable("data")
+    return after
 
 
 def _native_plan(plan: HashPlan) -> _native.Plan:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from treadle.contract.warm_state import WarmState
 
 if TYPE_CHECKING:
     from engram_pool.domain.pool import Pool
@@ -56,11 +59,18 @@ class PrometheusMeters:
         gauge.labels("corrupt").set_function(lambda: pool.set_aside_bytes)
         for name, text, read in (
             ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.page_bytes),
+            ("warm_bytes", "Bytes of tables whose pages are entered in the pool's process", lambda: pool.warm_bytes),
             ("models_resident", "Versions that can be opened", lambda: pool.models_resident),
             ("open_readers", "Processes that hold a version, counted for each version", pool.open_readers),
             ("watchers", "Watches in progress", lambda: pool.watchers),
         ):
             Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
+
+        warm = Gauge(
+            "treadle_engram_versions", "Versions in memory, by how far their pages are entered", ["warm"], registry=self._registry
+        )
+        for state in (WarmState.COLD, WarmState.WARMING, WarmState.WARM):
+            warm.labels(str(state)).set_function(partial(pool.versions_in, state))
 
     def load_ended(self, outcome: str) -> None:
         """Count a load: ok, refused, cancelled or failed."""

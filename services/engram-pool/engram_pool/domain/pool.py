@@ -12,19 +12,22 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import Meters, SetAside, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.ports import Door, Doors, Meters, NoDoors, SetAside, Staging, Standing, StoredVersion, VersionStore, Warmer
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
 from engram_pool.domain.verification import Verification
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Unavailable
+from treadle.contract.warm_state import WarmState
 
 log = logging.getLogger("engram_pool")
 READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
 READERS_POLL_SECONDS = 0.05
+REQUESTS_END_SECONDS = 2.0  # how long requests at a native door may keep a version that is to be deleted; else it is tried again
 WORK_ENDS_SECONDS = 30.0  # at the end, how long cancelled calls may take to clean up after themselves
 
 
@@ -60,8 +63,12 @@ class Pool:
         versions_kept_max: int = VERSIONS_KEPT_MAX,
         reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
+        doors: Doors | None = None,
+        warmer: Warmer | None = None,
     ) -> None:
         self.draining = False
+        self._doors: Doors = doors or NoDoors()
+        self._warmer = warmer
         self._store, self._compute, self._meters = store, compute, meters
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
@@ -100,6 +107,7 @@ class Pool:
     async def drain(self) -> None:
         """Refuse new work from now on and end watches and loads."""
         self.draining = True
+        self._doors.drain()
         await self._announce()
 
     async def stop(self, *, keep_segments: bool) -> None:
@@ -111,6 +119,7 @@ class Pool:
             log.error("work in progress does not end", extra={"calls": self._working})
         deadline = time.monotonic() + READERS_LEAVE_SECONDS
         async with self._change:
+            await self._compute.run(self._doors.close)  # before anything is unmapped
             left = [] if keep_segments else self._catalogue.all()
             while left := [resident for resident in left if not await self._delete(resident)]:
                 if time.monotonic() > deadline:
@@ -118,7 +127,9 @@ class Pool:
                     break
                 await asyncio.sleep(READERS_POLL_SECONDS)
             for resident in [*self._catalogue.all(), *self._unmapping]:
-                await self._compute.run(self._store.release, resident.stored)
+                await self._release(resident)
+            if self._warmer is not None:
+                await self._compute.run(self._warmer.close)
             await self._compute.run(self._store.close, remove_if_empty=not keep_segments)
 
     async def reap_forever(self, interval_seconds: float) -> None:
@@ -209,6 +220,11 @@ class Pool:
                 yield await self.listing()
 
     @property
+    def doors(self) -> tuple[Door, ...]:
+        """Native ways to the rows, the fastest first."""
+        return tuple(self._doors.open_doors)
+
+    @property
     def watchers(self) -> int:
         """Watches in progress."""
         return self._watching.inside
@@ -237,6 +253,15 @@ class Pool:
     def page_bytes(self) -> int:
         """Smallest page size in use for a table; 0 without tables."""
         return min((resident.page_bytes for resident in self._catalogue.all()), default=0)
+
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of tables whose pages were entered in this process."""
+        return sum(resident.warmth.bytes_entered for resident in self._catalogue.all() if resident.warmth is not None)
+
+    def versions_in(self, state: WarmState) -> int:
+        """Versions that stand so."""
+        return sum(resident.warm_state is state for resident in self._catalogue.all())
 
     def open_readers(self) -> int:
         """Processes that hold a version, counted once for each version, and HoldModel calls."""
@@ -332,33 +357,46 @@ class Pool:
 
     async def _release_unused(self) -> None:
         """Unmap versions that are off the list for good, once their last call has ended."""
-        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
+        for resident in [r for r in self._unmapping if r.calls == 0 and not self._doors.read(r.stored)]:
             self._unmapping.remove(resident)
-            await self._compute.run(self._store.release, resident.stored)
+            await self._release(resident)
+
+    async def _release(self, resident: Resident) -> None:
+        if resident.warmth is not None:
+            resident.warmth.drop()
+        await self._compute.run(self._store.release, resident.stored)
 
     async def _delete(self, resident: Resident) -> bool:
         if resident.calls or resident.holds:
             return False
         resident.closing = True  # no call begins while the thread unmaps
         try:
-            deleted = await self._compute.run(self._store.delete, resident.stored)
+            let_go = partial(self._doors.let_go, resident.stored, REQUESTS_END_SECONDS)
+            deleted = await self._compute.run(self._store.delete, resident.stored, let_go)
         except OSError:
             resident.closing = False
+            await self._compute.run(self._doors.publish, resident.stored)
             raise
         resident.closing = deleted
         if deleted:
+            if resident.warmth is not None:
+                resident.warmth.drop()
             self._catalogue.drop(resident)
         return deleted
 
     async def _take_in(self, stored: StoredVersion) -> Resident:
         pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
         resident = Resident(stored, stored.standing, page_bytes=pages)
+        await self._compute.run(self._doors.publish, stored)
+        if self._warmer is not None:
+            resident.warmth = self._warmer.warm([span for s in stored.segments.values() for span in s.spans_to_enter()])
         self._catalogue.add(resident)
         return resident
 
     async def _take_out_of_service(self, resident: Resident) -> None:
         self._meters.corrupt(1)
         resident.corrupt = True
+        self._doors.withdraw(resident.stored)
         if self._catalogue.get(resident.name, resident.version) is not resident:
             return
         self._catalogue.drop(resident)

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
+from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
 TokenMap = NDArray[np.int32]
@@ -25,14 +26,44 @@ class Standing(StrEnum):
     REMOVED = "removed"  # off the list; its memory goes when no reader holds it
 
 
+Ranges = tuple[tuple[int, int], ...]  # rows [first, last), rising
+
+
 class TableSegment(Protocol):
-    """A table's file, mapped read-only."""
+    """A table's file, mapped read-only.
+
+    offset: where the segment begins in `path`, bytes; `rows_offset_bytes` from there to the rows
+    held: the rows that are here; None: all
+    chunk_digests: sha256 of each chunk of the whole table; empty where they are not kept
+    stored_bytes: what it takes, holes not counted
+    """
 
     path: Path
+    offset: int
     row_count: int
     row_bytes: int
     rows_offset_bytes: int
     file_bytes: int
+    stored_bytes: int
+    held: Ranges | None
+    chunk_digests: tuple[bytes, ...]
+    metadata: dict[str, str]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Chunks that are here, rising."""
+
+    def chunk(self, chunk: int) -> NDArray[np.uint8]:
+        """Bytes of one of them, uint8 [n], read-only; the segment owns the memory."""
+
+    def check_chunk(self, chunk: int) -> None:
+        """Compare the checksum of one. Raises DataLoss."""
+
+    def check_frame(self) -> None:
+        """Compare what is around the rows, and the file's size. Raises DataLoss."""
+
+    def spans_to_enter(self) -> list[NDArray[np.uint8]]:
+        """Stretches of the mapping whose pages are worth entering; each keeps the mapping alive."""
 
     @property
     def rows(self) -> Rows:
@@ -50,6 +81,29 @@ class TableSegment(Protocol):
 
     def close(self) -> None:
         """Unmap."""
+
+
+class Warmth(Protocol):
+    """How far the pages of a version are entered in this process."""
+
+    bytes_entered: int
+
+    @property
+    def state(self) -> WarmState:
+        """Cold, warming or warm."""
+
+    def drop(self) -> None:
+        """Let go of what is not entered yet: the version is unmapped."""
+
+
+class Warmer(Protocol):
+    """Enters pages in the background."""
+
+    def warm(self, spans: Sequence[NDArray[np.uint8]]) -> Warmth:
+        """Begin with these; returns at once."""
+
+    def close(self) -> None:
+        """Stop."""
 
 
 class KeptFile(Protocol):
@@ -84,8 +138,8 @@ class StoredVersion:
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of all its segment files."""
-        return sum(segment.file_bytes for segment in self.segments.values())
+        """Bytes of all its segments, holes not counted."""
+        return sum(segment.stored_bytes for segment in self.segments.values())
 
     @property
     def stored_bytes(self) -> int:
@@ -188,8 +242,11 @@ class VersionStore(Protocol):
     def readers(self, versions: Sequence[StoredVersion]) -> list[int]:
         """How many processes hold each version, this one not counted."""
 
-    def delete(self, stored: StoredVersion) -> bool:
-        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does."""
+    def delete(self, stored: StoredVersion, let_go: Callable[[], bool]) -> bool:
+        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does.
+
+        let_go: asked once no other process holds it, before anything is unmapped; False: this one still reads it
+        """
 
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of every reader's way, and unmap it."""
@@ -301,3 +358,63 @@ class Meters(Protocol):
 
     def fusion_read(self, byte_count: int) -> None:
         """Bytes of fusion weights were handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A native way to the rows. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
+
+    transport: str
+    address: str
+
+
+class Doors(Protocol):
+    """Native ways to the rows of published versions, beside gRPC. Called from any thread."""
+
+    @property
+    def open_doors(self) -> Sequence[Door]:
+        """Where they are, the fastest first."""
+
+    def publish(self, stored: StoredVersion) -> None:
+        """Serve a version from now on, or again. Its segments stay mapped until it was let go."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """Take a version out of sight at once; requests that have begun read it to their end."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """True while a request reads a version that was withdrawn."""
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """Withdraw; True once no request reads it. False, and it is served on, where one still does after `seconds`."""
+
+    def drain(self) -> None:
+        """Refuse new requests as UNAVAILABLE from now on."""
+
+    def close(self) -> None:
+        """End every request and connection; nothing reads a segment afterwards."""
+
+
+class NoDoors:
+    """The Doors of a pool that has gRPC alone."""
+
+    open_doors: Sequence[Door] = ()
+
+    def publish(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """See Doors."""
+        return False
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """See Doors."""
+        return True
+
+    def drain(self) -> None:
+        """See Doors."""
+
+    def close(self) -> None:
+        """See Doors."""

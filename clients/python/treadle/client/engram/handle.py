@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.client.engram.sources import FakeSource, RowSource
+from treadle.client.engram.sources import FakeSource, RowSource, TableSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
+from treadle.contract.warm_state import WarmState
 from treadle.dataplane import DeadlineQueue
 
 
@@ -28,6 +29,11 @@ class EngramHandle:
     def transport(self) -> Transport:
         """How its rows come."""
         return self._source.transport
+
+    @property
+    def warm_state(self) -> WarmState:
+        """Whether a row's first gather meets a page fault in this process; UNKNOWN where its tables are elsewhere."""
+        return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
 
     @property
     def layers(self) -> tuple[int, ...]:
