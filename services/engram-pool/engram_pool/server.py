@@ -80,7 +80,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=self._doors(),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -171,8 +171,11 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining, scrub=_scrub(self._scrubber.figures),
+            draining=pool.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(),
         )  # fmt: skip
+
+    def _doors(self) -> list[pb.Door]:
+        return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline
@@ -201,7 +204,8 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
-        source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
+        sent = request.checkpoint
+        source = CheckpointOrder(Path(sent.path), dict(sent.tensors), sent.name, sent.row_dtype)
     elif request.WhichOneof("source") == "random":
         source = RandomOrder(request.random.seed)
     elif request.WhichOneof("source") == "grown":
@@ -209,8 +213,8 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
             raise InvalidArgument("grown.path: a folder on the pool's host")
         source = GrownOrder(Path(request.grown.path), request.grown.name)
     elif request.WhichOneof("source") == "peers":
-        sent = request.peers
-        source = PeerOrder(tuple(sent.endpoints), sent.ref.model, sent.ref.version)
+        asked = request.peers
+        source = PeerOrder(tuple(asked.endpoints), asked.ref.model, asked.ref.version)
     else:
         raise InvalidArgument("source: checkpoint, random, grown or peers")
     return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous, _share(request))

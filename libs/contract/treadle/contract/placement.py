@@ -91,8 +91,12 @@ def owners_of(stretch: Stretch, seed: str, owners: Sequence[str], replicas: int)
 
 def preferred(stretch: Stretch, seed: str, owners: Sequence[str]) -> tuple[str, ...]:
     """All of `owners` in the order in which they own a stretch; names are taken as they are."""
-    place = f"{seed}/{stretch.layer}/{stretch.first}/".encode()
-    return tuple(sorted(owners, key=lambda owner: (hashlib.blake2b(place + owner.encode(), digest_size=16).digest(), owner)))
+    return tuple(sorted(owners, key=lambda owner: (rank(stretch.layer, stretch.first, seed, owner), owner)))
+
+
+def rank(layer: int, first: int, seed: str, owner: str) -> int:
+    """Of the owners of the stretch that begins at row `first`, the lowest rank is preferred. 64 bits."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{layer}/{first}/{owner}".encode(), digest_size=8).digest(), "big")
 
 
 def held_by(owner: str, model: EngramModel, spread: Spread) -> dict[int, NDArray[np.int64]]:

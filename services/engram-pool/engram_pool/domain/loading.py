@@ -14,7 +14,9 @@ from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.checkpoint_rows import CheckpointRows
 from engram_pool.domain.compute import Compute, Turnstile
 from engram_pool.domain.copying import Copies, bytes_needed
+from engram_pool.domain.derivation import derived_template
 from engram_pool.domain.grown_rows import GrownRows
+from engram_pool.domain.hash_numbers import check_hash_numbers
 from engram_pool.domain.held_rows import Share
 from engram_pool.domain.origins import GrownOrder, PeerOrder, RandomOrder, Source, origin_text
 from engram_pool.domain.peer_rows import PeerRows
@@ -24,7 +26,6 @@ from engram_pool.domain.progress import Progress
 from engram_pool.domain.row_sources import RandomRows, RowSource
 from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
-from engram_pool.domain.v41_config import v41_template
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError
 from treadle.contract.version import check_name
 
@@ -103,19 +104,23 @@ class Loader:
                 raise InvalidArgument("manifest_json: random rows need a manifest")
             check_token_map(model, token_map)
             return RandomRows(model, token_map, order.source.seed)
+        _check_given_name(order.source.name)
         checkpoint = self._open_checkpoint(order.source.path)
         try:
+            source = order.source
             if model is None:
-                model = v41_template(checkpoint.config or {}, checkpoint.name, token_map)
+                model = derived_template(checkpoint, token_map, source.tensors, name=source.name, row_dtype=source.row_dtype)
+            elif source.name or source.row_dtype:
+                raise InvalidArgument("name, row_dtype: the manifest says both; leave them out, or leave it out")
             check_token_map(model, token_map)
-            return CheckpointRows(checkpoint, model, token_map, match_tensors(checkpoint, model, order.source.tensors))
+            check_hash_numbers(checkpoint, model)
+            return CheckpointRows(checkpoint, model, token_map, match_tensors(checkpoint, model, source.tensors))
         except BaseException:
             checkpoint.close()
             raise
 
     def _open_grown(self, order: GrownOrder) -> GrownRows:
-        if order.name:
-            _check_given_name(order.name)
+        _check_given_name(order.name)
         folder = self._open_grown_folder(order.path)
         try:
             return GrownRows(folder, order.name)
@@ -156,9 +161,9 @@ class Loader:
 
 
 def _check_given_name(name: str) -> None:
-    """Before the folder is opened, which is not to be blamed for it."""
+    """Before the folder is opened, which is not to be blamed for it; an empty one was not given."""
     try:
-        check_name(name)
+        check_name(name or "unnamed")
     except InvalidArgument as error:
         raise InvalidArgument(f"name: {error}") from error
 

@@ -17,10 +17,15 @@ ORIGIN_BYTES_MAX = 256 << 10  # names of the tensors of 64 layers
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOrder:
-    """A safetensors file or folder on this host, and names by role where they do not match by suffix."""
+    """A safetensors file or folder on this host, and names by role where they do not match by suffix.
+
+    name, row_dtype: where the manifest is derived: the name to load it under, and what U8 rows hold; empty: as the folder says
+    """
 
     path: Path
     tensors: Mapping[str, str]
+    name: str = ""
+    row_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ Source = CheckpointOrder | RandomOrder | GrownOrder | PeerOrder
 def origin_text(source: Source) -> bytes:
     """As it is kept, JSON. Raises InvalidArgument beyond ORIGIN_BYTES_MAX."""
     match source:
-        case CheckpointOrder(path, tensors):
+        case CheckpointOrder(path, tensors):  # the version's own manifest says the rest
             origin: dict[str, object] = {"kind": "checkpoint", "path": str(path), "tensors": dict(tensors)}
         case RandomOrder(seed):
             origin = {"kind": "random", "seed": seed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,20 @@ class SegmentPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Door:
+    """A native way to the rows of a pool. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
+
+    transport: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps. `card`: of a grown memory."""
+    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps.
+
+    card:  of a grown memory
+    doors: native ways to its rows, the fastest first
+    """
 
     resident: ResidentModel
     segments: tuple[SegmentPlace, ...]
@@ -64,6 +76,7 @@ class OpenedModel:
     lock_path: Path
     card: Mapping[str, Any] | None = None
     card_json: bytes = b""
+    doors: tuple[Door, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +127,7 @@ class PoolStatus:
     page_bytes: int
     draining: bool
     scrub: ScrubStatus = ScrubStatus(0, 0, 0, 0.0)
+    doors: tuple[Door, ...] = ()
 
 
 def resident_model(message: pb.Model) -> ResidentModel:
@@ -134,13 +148,13 @@ def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
         for s in message.segments
     )  # fmt: skip
     return OpenedModel(
-        resident_model(message.model),
-        places,
-        dict(message.fingerprint),
-        Path(message.lock_path),
-        _card(message.card_json),
-        message.card_json,
-    )
+        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
+        message.card_json, _doors(message.doors),
+    )  # fmt: skip
+
+
+def _doors(messages: Iterable[pb.Door]) -> tuple[Door, ...]:
+    return tuple(Door(message.transport, message.address) for message in messages)
 
 
 def promoted(message: pb.PromoteModelResponse) -> Promoted:
@@ -182,6 +196,7 @@ def pool_status(message: pb.StatusResponse) -> PoolStatus:
             message.scrub.chunks_checked_total, message.scrub.chunks_bad_total, message.scrub.chunks_repaired_total,
             message.scrub.pass_ended_at_seconds,
         ),
+        _doors(message.doors),
     )  # fmt: skip
 
 
