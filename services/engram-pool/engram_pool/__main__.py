@@ -16,10 +16,12 @@ from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
@@ -51,7 +53,7 @@ async def serve(settings: Settings) -> int:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    pool, server = _put_together(settings, registry, compute)
+    pool, server, membership = _put_together(settings, registry, compute)
     served = False  # a pool that never served deletes nothing
     try:
         await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
@@ -59,11 +61,12 @@ async def serve(settings: Settings) -> int:
         try:
             code = await run_service(
                 "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
-                build_version=build_version(), on_drain=pool.drain,
+                build_version=build_version(), on_ready=membership.begin, on_drain=partial(_drain, membership, pool),
             )  # fmt: skip
             served = True
             return code
         finally:
+            await membership.end()
             reaper.cancel()
             with suppress(asyncio.CancelledError):
                 await reaper
@@ -75,7 +78,12 @@ async def serve(settings: Settings) -> int:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer]:
+async def _drain(membership: Membership, pool: Pool) -> None:
+    await membership.leave()  # first: clients go elsewhere while this pool still answers
+    await pool.drain()
+
+
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer, Membership]:
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
@@ -87,10 +95,14 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         partial(open_grown, allowed_folder=settings.checkpoint_dir),
     )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
-    return pool, EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
+    meters.observe_directory(directory)
+    server = EngramPoolServer(
+        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder,
+        gather_seconds_max=settings.gather_seconds_max, build_version=build_version(), directory=directory,
     )  # fmt: skip
+    return pool, server, Membership(settings, pool, directory)
 
 
 def build_version() -> str:

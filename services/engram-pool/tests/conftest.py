@@ -32,6 +32,7 @@ from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
@@ -328,13 +329,14 @@ async def _serve(
         partial(open_grown, allowed_folder=checkpoint_dir),
     )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
+    directory = Directory("pool")
     meters.observe(pool)
     await pool.start(checksums=checksums)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder,
-        gather_seconds_max=gather_seconds_max, build_version="test",
+        gather_seconds_max=gather_seconds_max, build_version="test", directory=directory,
     )  # fmt: skip
     register(server, rpcs)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -344,6 +346,7 @@ async def _serve(
             with Fabric(engram=address) as fabric:
                 yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry)
     finally:
+        await directory.close()
         await pool.drain()
         await server.stop(5)
         await pool.stop(keep_segments=keep_segments)
