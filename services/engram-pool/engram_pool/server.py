@@ -76,7 +76,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=self._doors(),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -162,8 +162,11 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining,
+            draining=pool.draining, doors=self._doors(),
         )  # fmt: skip
+
+    def _doors(self) -> list[pb.Door]:
+        return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline
@@ -192,7 +195,8 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
-        source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
+        sent = request.checkpoint
+        source = CheckpointOrder(Path(sent.path), dict(sent.tensors), sent.name, sent.row_dtype)
     elif request.WhichOneof("source") == "random":
         source = RandomOrder(request.random.seed)
     elif request.WhichOneof("source") == "grown":

@@ -6,13 +6,16 @@ nobody derives them differently; `families` makes them for the known families.
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
+import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from treadle.contract.checks import comma_list, expect, is_int, object_fields, rising
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.fingerprint import Fingerprint
 from treadle.contract.version import canonical_json, check_name, check_version, version_of
@@ -24,9 +27,10 @@ ROWS_MAX = 1 << 40  # rows of one table: offsets in bytes stay below 2^63 at ROW
 MANIFEST_BYTES_MAX = 1 << 20  # a manifest fits one gRPC message
 CARD_BYTES_MAX = 256 << 10  # what a grown memory says of its origin; it travels with every open
 FUSION_BYTES_MAX = 1 << 30  # fusion weights; two layers of a 16,384-wide model with 1,024 inputs take 134 MB in bf16
-VALUE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8_e4m3": 8, "u8": 8, "int4": 4}  # by RowLayout.dtype
-SCALE_BYTES = {"ue8m0": 1, "fp16": 2}  # by Scale.dtype
+VALUE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8_e4m3": 8, "u8": 8, "int4": 4, "nf4": 4}  # by RowLayout.dtype
+SCALE_BYTES = {"ue8m0": 1, "fp16": 2, "fp32": 4}  # by Scale.dtype, where it is inline
 PRECISIONS = ("bf16", "fp8", "int4")  # what `row_layout` knows
+_BITS = re.compile(r"[0-9a-f]{8}")
 
 
 class Family(StrEnum):
@@ -39,20 +43,51 @@ class Family(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Scales packed inline behind a row's values: one for each `block` values, which it multiplies.
+    """What values are multiplied by: a scale for each `block` values, packed inline behind a row's values, or one for all rows.
 
-    dtype: ue8m0 (1 byte, 2^(b-127)) or fp16 (2 bytes, little-endian)
+    dtype: ue8m0 (1 byte, 2^(b-127)), fp16 (2 bytes) or fp32 (4 bytes), little-endian
+    block: values that share an inline scale; 0: every value of the model has the one in `bits`, and rows hold none
+    bits:  with block 0 only: the 32 bits of that fp32 scale, 8 hexadecimal digits, since a manifest holds no floats
     """
 
     dtype: str
     block: int
+    bits: str | None = None
+
+    def __post_init__(self) -> None:
+        known = isinstance(self.dtype, str) and self.dtype in SCALE_BYTES
+        expect(known, f"row.scale.dtype: one of {sorted(SCALE_BYTES)}, got {self.dtype!r}")
+        expect(is_int(self.block, 0, ROW_BYTES_MAX), f"row.scale.block: 0 to {ROW_BYTES_MAX}, got {self.block!r}")
+        if self.block:
+            expect(self.bits is None, "row.scale.bits: only where block is 0, for one scale of all rows")
+            return
+        expect(self.dtype == "fp32", f"row.scale.dtype: one scale of all rows (block 0) is fp32, got {self.dtype!r}")
+        written = isinstance(self.bits, str) and _BITS.fullmatch(self.bits)
+        expect(bool(written), f"row.scale.bits: 8 hexadecimal digits, the fp32 scale of all rows, got {self.bits!r}")
+        expect(0 < self.value < math.inf, f"row.scale.bits: a finite scale above 0, got {self.value}")
+
+    @classmethod
+    def of_all_rows(cls, value: float) -> Scale:
+        """One scale for every value of a model. Raises InvalidArgument unless it is a finite fp32 above 0."""
+        try:
+            return cls("fp32", 0, struct.pack(">f", value).hex())
+        except OverflowError as error:
+            raise InvalidArgument(f"row.scale: {value} is beyond fp32") from error
+
+    @property
+    def value(self) -> float:
+        """The scale of all rows, exactly. Raises InvalidArgument for inline scales, which stand in the rows."""
+        if self.bits is None:
+            raise InvalidArgument("row.scale: the scales stand in the rows, there is none for all of them")
+        return float(struct.unpack(">f", bytes.fromhex(self.bits))[0])
 
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
     """How `bytes` opaque bytes are read by the engine: `dim` values of `dtype`, little-endian, then inline scales if any.
 
-    dtype: bf16, fp16, fp32, fp8_e4m3, u8, or int4: two values a byte, the low nibble first, two's complement (-8 to 7)
+    dtype: bf16, fp16, fp32, fp8_e4m3, u8; two values a byte: int4, the low nibble first, two's complement (-8 to 7), and
+           nf4, the *high* nibble first as bitsandbytes packs it, 16 levels from -1 to 1
     """
 
     bytes: int
@@ -61,23 +96,19 @@ class RowLayout:
     scale: Scale | None = None
 
     def __post_init__(self) -> None:
-        _expect(
+        expect(
             isinstance(self.dtype, str) and self.dtype in VALUE_BITS,
             f"row.dtype: one of {sorted(VALUE_BITS)}, got {self.dtype!r}",
         )
-        _expect(
-            _is_int(self.bytes, ROW_BYTES_MIN, ROW_BYTES_MAX), f"row.bytes: {ROW_BYTES_MIN} to {ROW_BYTES_MAX}, got {self.bytes!r}"
+        expect(
+            is_int(self.bytes, ROW_BYTES_MIN, ROW_BYTES_MAX), f"row.bytes: {ROW_BYTES_MIN} to {ROW_BYTES_MAX}, got {self.bytes!r}"
         )
-        _expect(_is_int(self.dim, 1, ROW_BYTES_MAX), f"row.dim: 1 to {ROW_BYTES_MAX}, got {self.dim!r}")
-        _expect(self.dim * VALUE_BITS[self.dtype] % 8 == 0, f"row.dim: two {self.dtype} values share a byte: even, got {self.dim}")
-        if self.scale is not None:
-            known = isinstance(self.scale.dtype, str) and self.scale.dtype in SCALE_BYTES
-            _expect(known, f"row.scale.dtype: one of {sorted(SCALE_BYTES)}, got {self.scale.dtype!r}")
-            _expect(
-                _is_int(self.scale.block, 1, self.dim) and self.dim % self.scale.block == 0, "row.scale.block: must divide row.dim"
-            )
+        expect(is_int(self.dim, 1, ROW_BYTES_MAX), f"row.dim: 1 to {ROW_BYTES_MAX}, got {self.dim!r}")
+        expect(self.dim * VALUE_BITS[self.dtype] % 8 == 0, f"row.dim: two {self.dtype} values share a byte: even, got {self.dim}")
+        if self.scale is not None and self.scale.block:
+            expect(self.dim % self.scale.block == 0, "row.scale.block: must divide row.dim")
         needed = self.value_bytes + self.scale_bytes
-        _expect(self.bytes == needed, f"row.bytes: {self.dim} x {self.dtype} with its scales is {needed} bytes, not {self.bytes}")
+        expect(self.bytes == needed, f"row.bytes: {self.dim} x {self.dtype} with its scales is {needed} bytes, not {self.bytes}")
 
     @property
     def value_bytes(self) -> int:
@@ -86,8 +117,13 @@ class RowLayout:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales of a row; 0 without."""
-        return 0 if self.scale is None else self.dim // self.scale.block * SCALE_BYTES[self.scale.dtype]
+        """Bytes of the scales inside a row; 0 without."""
+        return 0 if self.inline_scale is None else self.dim // self.inline_scale.block * SCALE_BYTES[self.inline_scale.dtype]
+
+    @property
+    def inline_scale(self) -> Scale | None:
+        """The scale, where it stands in the rows."""
+        return self.scale if self.scale is not None and self.scale.block else None
 
 
 def row_layout(precision: str, dim: int) -> RowLayout:
@@ -95,12 +131,12 @@ def row_layout(precision: str, dim: int) -> RowLayout:
 
     Raises InvalidArgument for another precision, or a dim that makes no row.
     """
-    _expect(isinstance(precision, str) and precision in PRECISIONS, f"precision: one of {list(PRECISIONS)}, got {precision!r}")
-    _expect(_is_int(dim, 1, ROW_BYTES_MAX), f"dim: 1 to {ROW_BYTES_MAX}, got {dim!r}")
+    expect(isinstance(precision, str) and precision in PRECISIONS, f"precision: one of {list(PRECISIONS)}, got {precision!r}")
+    expect(is_int(dim, 1, ROW_BYTES_MAX), f"dim: 1 to {ROW_BYTES_MAX}, got {dim!r}")
     dtype = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "int4"}[precision]
     scale = None if precision == "bf16" else Scale("fp16", dim)
     size = dim * VALUE_BITS[dtype] // 8 + (0 if scale is None else SCALE_BYTES[scale.dtype])
-    _expect(
+    expect(
         ROW_BYTES_MIN <= size <= ROW_BYTES_MAX,
         f"dim: {dim} values in {precision} make rows of {size} bytes; rows have {ROW_BYTES_MIN} to {ROW_BYTES_MAX}",
     )
@@ -115,7 +151,7 @@ class Fusion:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.form in ("demo", "v4.1"), f"fusion.form: demo or v4.1, got {self.form!r}")
+        expect(self.form in ("demo", "v4.1"), f"fusion.form: demo or v4.1, got {self.form!r}")
         if self.weights is not None:
             check_version(self.weights)
 
@@ -128,7 +164,7 @@ class Table:
     version: str
 
     def __post_init__(self) -> None:
-        _expect(_is_int(self.rows, 1, ROWS_MAX), f"table.rows: 1 to {ROWS_MAX}, got {self.rows!r}")
+        expect(is_int(self.rows, 1, ROWS_MAX), f"table.rows: 1 to {ROWS_MAX}, got {self.rows!r}")
         check_version(self.version)
 
 
@@ -162,44 +198,42 @@ class EngramModel:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        _expect(
-            _rising(self.layers, 0, 1 << 16) and 1 <= len(self.layers) <= LAYERS_MAX, f"layers: 1 to {LAYERS_MAX} rising indices"
-        )
-        _expect(_rising(self.orders, 1, ORDER_MAX) and bool(self.orders), f"orders: rising, 1 to {ORDER_MAX}")
-        _expect(_is_int(self.heads, 1, COLUMNS_MAX) and self.columns <= COLUMNS_MAX, f"heads: orders x heads is 1 to {COLUMNS_MAX}")
-        _expect(
+        expect(rising(self.layers, 0, 1 << 16) and 1 <= len(self.layers) <= LAYERS_MAX, f"layers: 1 to {LAYERS_MAX} rising indices")
+        expect(rising(self.orders, 1, ORDER_MAX) and bool(self.orders), f"orders: rising, 1 to {ORDER_MAX}")
+        expect(is_int(self.heads, 1, COLUMNS_MAX) and self.columns <= COLUMNS_MAX, f"heads: orders x heads is 1 to {COLUMNS_MAX}")
+        expect(
             len(self.primes) == len(self.layers) and len(self.multipliers) == len(self.layers),
             "primes, multipliers: one entry a layer",
         )
         for orders in self.primes:
-            _expect(
+            expect(
                 len(orders) == len(self.orders) and all(len(heads) == self.heads for heads in orders),
                 "primes: layer x order x head",
             )
-            _expect(all(_is_int(p, 2, ROWS_MAX) for heads in orders for p in heads), f"primes: 2 to {ROWS_MAX}")
+            expect(all(is_int(p, 2, ROWS_MAX) for heads in orders for p in heads), f"primes: 2 to {ROWS_MAX}")
         for row in self.multipliers:
-            _expect(
-                len(row) == self.order_max and all(_is_int(m, 1, (1 << 63) - 1) for m in row),
+            expect(
+                len(row) == self.order_max and all(is_int(m, 1, (1 << 63) - 1) for m in row),
                 "multipliers: layer x largest order, positive int64",
             )
-        _expect(_is_int(self.pad_id, 0, (1 << 31) - 1), f"pad_id: a token id, got {self.pad_id!r}")
-        _expect((self.eos_id is not None) == (self.family is Family.QWEN_PLE), "eos_id: for qwen-ple, and only there")
-        _expect(self.eos_id is None or _is_int(self.eos_id, 0, (1 << 31) - 1), f"eos_id: a token id, got {self.eos_id!r}")
+        expect(is_int(self.pad_id, 0, (1 << 31) - 1), f"pad_id: a token id, got {self.pad_id!r}")
+        expect((self.eos_id is not None) == (self.family is Family.QWEN_PLE), "eos_id: for qwen-ple, and only there")
+        expect(self.eos_id is None or is_int(self.eos_id, 0, (1 << 31) - 1), f"eos_id: a token id, got {self.eos_id!r}")
         compresses = self.family is not Family.QWEN_PLE
-        _expect(
+        expect(
             (self.token_map is not None) == compresses and (self.compressed_vocab_size is not None) == compresses,
             f"token_map, compressed_vocab_size: {'needed by' if compresses else 'not for'} {self.family}",
         )
         if self.token_map is not None:
             check_version(self.token_map)
-        _expect(
-            self.compressed_vocab_size is None or _is_int(self.compressed_vocab_size, 1, 1 << 31), "compressed_vocab_size: positive"
+        expect(
+            self.compressed_vocab_size is None or is_int(self.compressed_vocab_size, 1, 1 << 31), "compressed_vocab_size: positive"
         )
-        _expect(
+        expect(
             not self.tables or tuple(layer for layer, _ in self.tables) == self.layers, "tables: one for each layer, or none yet"
         )
         for layer, table in self.tables:
-            _expect(
+            expect(
                 table.rows >= self.rows_hashed(layer),
                 f"tables.{layer}: {table.rows} rows, the primes need {self.rows_hashed(layer)}",
             )
@@ -252,8 +286,8 @@ class EngramModel:
         return Fingerprint.of(
             {
                 "family": self.family,
-                "layers": _numbers(self.layers),
-                "orders": _numbers(self.orders),
+                "layers": comma_list(self.layers),
+                "orders": comma_list(self.orders),
                 "heads": self.heads,
                 "row_bytes": self.row.bytes,
                 "row_dim": self.row.dim,
@@ -272,6 +306,8 @@ class EngramModel:
         row: dict[str, Any] = {"bytes": self.row.bytes, "dim": self.row.dim, "dtype": self.row.dtype}
         if self.row.scale is not None:
             row["scale"] = {"dtype": self.row.scale.dtype, "block": self.row.scale.block}
+            if self.row.scale.bits is not None:
+                row["scale"]["bits"] = self.row.scale.bits
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": self.name,
@@ -309,12 +345,12 @@ class EngramModel:
     @classmethod
     def from_manifest(cls, manifest: object) -> EngramModel:
         """Read a manifest from JSON values. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
-        fields = _object("manifest", manifest, _REQUIRED, _OPTIONAL)
-        _expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
-        _expect(fields["family"] in list(Family), f"family: one of {[str(f) for f in Family]}, got {fields['family']!r}")
-        row = _object("row", fields["row"], {"bytes", "dim", "dtype"}, {"scale"})
-        scale = _object("row.scale", row["scale"], {"dtype", "block"}, set()) if "scale" in row else None
-        fusion = _object("fusion", fields["fusion"], {"form"}, {"weights"}) if "fusion" in fields else None
+        fields = object_fields("manifest", manifest, _REQUIRED, _OPTIONAL)
+        expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
+        expect(fields["family"] in list(Family), f"family: one of {[str(f) for f in Family]}, got {fields['family']!r}")
+        row = object_fields("row", fields["row"], {"bytes", "dim", "dtype"}, {"scale"})
+        scale = object_fields("row.scale", row["scale"], {"dtype", "block"}, {"bits"}) if "scale" in row else None
+        fusion = object_fields("fusion", fields["fusion"], {"form"}, {"weights"}) if "fusion" in fields else None
         try:
             return cls(
                 name=fields["name"],
@@ -341,36 +377,10 @@ _OPTIONAL = {"eos_id", "compressed_vocab_size", "token_map", "fusion"}
 
 
 def _read_tables(tables: object) -> tuple[tuple[int, Table], ...]:
-    _expect(isinstance(tables, dict) and all(str(key).isdecimal() for key in tables), "tables: an object keyed by layer")
+    expect(isinstance(tables, dict) and all(str(key).isdecimal() for key in tables), "tables: an object keyed by layer")
     assert isinstance(tables, dict)
     read = []
     for key in sorted(tables, key=int):
-        table = _object(f"tables.{key}", tables[key], {"rows", "version"}, set())
+        table = object_fields(f"tables.{key}", tables[key], {"rows", "version"}, set())
         read.append((int(key), Table(table["rows"], table["version"])))
     return tuple(read)
-
-
-def _object(path: str, value: object, required: set[str], optional: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path}: an object expected, got {type(value).__name__}")
-    missing, unknown = required - value.keys(), value.keys() - required - optional
-    _expect(not missing, f"{path}: missing {sorted(missing)}")
-    _expect(not unknown, f"{path}: unknown {sorted(unknown)}")
-    return value
-
-
-def _rising(numbers: tuple[int, ...], low: int, high: int) -> bool:
-    return all(_is_int(n, low, high) for n in numbers) and all(a < b for a, b in itertools.pairwise(numbers))
-
-
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _numbers(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
-
-
-def _expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidArgument(message)

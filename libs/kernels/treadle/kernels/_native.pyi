@@ -3,6 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
+DONE: int
+UNREADABLE: int
+"""A page of the table could not be read (SIGBUS); what was written to `out` is undefined."""
+
 class Plan:
     """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
 
@@ -32,7 +36,7 @@ def row_ids(
     """False, with `out` untouched, if a token id is out of range."""
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
-    """-1, or with `out` untouched the flat position of the first id out of range."""
+    """DONE, UNREADABLE, or with `out` untouched the flat position of the first id out of range."""
 
 def lookup(
     plan: Plan,
@@ -43,8 +47,13 @@ def lookup(
     dead: NDArray[np.bool_] | None,
     lookback_dead: NDArray[np.bool_] | None,
     out: NDArray[np.uint8],
-) -> bool:
-    """False, with `out` untouched, if a token id is out of range."""
+) -> int:
+    """DONE, UNREADABLE, or with `out` untouched 0 if a token id is out of range."""
 
-def dequantise(values: int, scales: int, dim: int, block: int, rows: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
-def crc32c(data: NDArray[np.uint8], crc: int) -> int: ...
+def dequantise(
+    values: int, scales: int, dim: int, block: int, scale: float, rows: NDArray[np.uint8], out: NDArray[np.float32]
+) -> None:
+    """`scale` is read where `scales` says that all rows have one."""
+
+def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
+    """None: a page could not be read."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Windows
+from treadle.contract import DataLoss, InvalidArgument, RowLayout, RowOutOfRange, Windows
 from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.kernels.hash_plan import HashPlan
 
@@ -122,6 +122,14 @@ def check_array(
 def row_out_of_range(rows: NDArray[np.int64], at: int, row_count: int) -> RowOutOfRange:
     """The error for the id at flat position `at`."""
     return RowOutOfRange(f"rows: id {rows.reshape(-1)[at]} at {at} (of {rows.size}) lies outside the table's {row_count} rows")
+
+
+def unreadable(name: str) -> DataLoss:
+    """The error for a mapping one of whose pages could not be read."""
+    return DataLoss(
+        f"{name}: a page of it cannot be read: the file behind it was truncated, or its memory failed. "
+        "What was written to out is undefined; open that version again"
+    )
 
 
 def _described(array: object) -> str:

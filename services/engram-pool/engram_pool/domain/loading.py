@@ -17,14 +17,15 @@ import numpy as np
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.checkpoint_rows import CheckpointRows
 from engram_pool.domain.compute import Compute, Turnstile
+from engram_pool.domain.derivation import derived_template
 from engram_pool.domain.grown_rows import GrownRows, check_table
+from engram_pool.domain.hash_numbers import check_hash_numbers
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Meters, OpenCheckpoint, OpenGrown, Staging, TableWriter, VersionStore
 from engram_pool.domain.progress import Pace, Progress
 from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, RowSource
 from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
-from engram_pool.domain.v41_config import v41_template
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Table, TreadleError
 from treadle.contract.version import check_name
 from treadle.kernels.segment import segment_bytes
@@ -36,10 +37,15 @@ METADATA_BYTES = 16 << 10  # beside the template: the tables of up to 64 layers,
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOrder:
-    """A safetensors file or folder on this host, and names by role where they do not match by suffix."""
+    """A safetensors file or folder on this host, and names by role where they do not match by suffix.
+
+    name, row_dtype: where the manifest is derived: the name to load it under, and what U8 rows hold; empty: as the folder says
+    """
 
     path: Path
     tensors: Mapping[str, str]
+    name: str = ""
+    row_dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,19 +122,23 @@ class Loader:
                 raise InvalidArgument("manifest_json: random rows need a manifest")
             check_token_map(model, token_map)
             return RandomRows(model, token_map, order.source.seed)
+        _check_given_name(order.source.name)
         checkpoint = self._open_checkpoint(order.source.path)
         try:
+            source = order.source
             if model is None:
-                model = v41_template(checkpoint.config or {}, checkpoint.name, token_map)
+                model = derived_template(checkpoint, token_map, source.tensors, name=source.name, row_dtype=source.row_dtype)
+            elif source.name or source.row_dtype:
+                raise InvalidArgument("name, row_dtype: the manifest says both; leave them out, or leave it out")
             check_token_map(model, token_map)
-            return CheckpointRows(checkpoint, model, token_map, match_tensors(checkpoint, model, order.source.tensors))
+            check_hash_numbers(checkpoint, model)
+            return CheckpointRows(checkpoint, model, token_map, match_tensors(checkpoint, model, source.tensors))
         except BaseException:
             checkpoint.close()
             raise
 
     def _open_grown(self, order: GrownOrder) -> GrownRows:
-        if order.name:
-            _check_given_name(order.name)
+        _check_given_name(order.name)
         folder = self._open_grown_folder(order.path)
         try:
             return GrownRows(folder, order.name)
@@ -209,9 +219,9 @@ class _Copies:
 
 
 def _check_given_name(name: str) -> None:
-    """Before the folder is opened, which is not to be blamed for it."""
+    """Before the folder is opened, which is not to be blamed for it; an empty one was not given."""
     try:
-        check_name(name)
+        check_name(name or "unnamed")
     except InvalidArgument as error:
         raise InvalidArgument(f"name: {error}") from error
 

@@ -67,17 +67,20 @@ class EngramPool:
 
     def load_checkpoint(
         self, path: Path, model: EngramModel | None = None, token_map: NDArray[np.int32] | None = None, *,
-        tensors: Mapping[str, str] | None = None, keep_previous: bool = False, progress: ProgressCallback | None = None,
-        timeout_seconds: float = LOAD_SECONDS_MAX,
+        tensors: Mapping[str, str] | None = None, name: str = "", row_dtype: str = "", keep_previous: bool = False,
+        progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
     ) -> types.ResidentModel:  # fmt: skip
         """Load tables from safetensors on the pool's host.
 
-        model:   template to load for; None: derived from the checkpoint's config.json (DeepSeek-V4.1)
-        tensors: role -> tensor name where names do not match by suffix, e.g. {"1.rows": "engram.weight"}
-        Raises InvalidArgument listing the tensors found when roles stay open, NotFound, ResourceExhausted.
+        model:     template to load for; None: derived from the checkpoint's config.json (DeepSeek-V4.1, Qwen PLE) and tensors
+        tensors:   role -> tensor name where names do not match by suffix, e.g. {"1.rows": "engram.shard_*.weight"}
+        name, row_dtype: where the model is derived: the name to load it under ("": the folder's), and what U8 rows hold: nf4, int4
+        Raises InvalidArgument listing the tensors found when roles stay open, NotFound, ResourceExhausted, FingerprintMismatch
+        for a checkpoint that hashes otherwise.
         """
+        source = pb.CheckpointSource(path=str(path), tensors=dict(tensors or {}), name=name, row_dtype=row_dtype)
         request = types.load_request(model, token_map, keep_previous)
-        request.checkpoint.CopyFrom(pb.CheckpointSource(path=str(path), tensors=dict(tensors or {})))
+        request.checkpoint.CopyFrom(source)
         return self._load(request, progress, timeout_seconds)
 
     def load_grown(

@@ -241,7 +241,7 @@ class LoadTableRequest(_message.Message):
     KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.bytes
     """The manifest to load for, canonical JSON, without tables. Empty: derived from the checkpoint's config.json
-    (DeepSeek-V4.1).
+    (DeepSeek-V4.1, Qwen PLE) and tensors.
     """
     token_map: _builtins.bytes
     """Token map raw id -> compressed id, int32 little-endian; empty for families without one."""
@@ -317,21 +317,31 @@ class CheckpointSource(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ROW_DTYPE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """A safetensors file, or a folder that is searched for *.safetensors."""
+    name: _builtins.str
+    """Name to load it under, where the manifest is derived; empty: the checkpoint folder's."""
+    row_dtype: _builtins.str
+    """What rows stored as plain bytes (U8) hold, where the manifest is derived: nf4 or int4; empty: as config.json says."""
     @_builtins.property
     def tensors(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """role -> tensor name, where names do not match by suffix. Roles: `<layer>.rows`, `<layer>.scale`."""
+        """role -> tensor name, where names do not match by suffix. Roles: `<layer>.rows`, `<layer>.scale`, or shard by shard
+        `<layer>.rows.<k>`, `<layer>.scale.<k>`; one `*` in a name stands for the numbers of shards.
+        """
 
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         tensors: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        name: _builtins.str = ...,
+        row_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "row_dtype", b"row_dtype", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
