@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import aclosing, suppress
 
 from engram_pool.domain.directory import Directory
@@ -38,7 +37,7 @@ class Presence:
     async def tell(self, listen: str) -> None:
         """Tell what is here now."""
         endpoint = self._advertise or listen
-        doors = [reachable_door(door, endpoint) for door in self._doors()]
+        doors = [reachable_door(door, endpoint) for door in self._pool.doors]
         await self._directory.tell(endpoint, doors, self._pool.holdings())
 
     async def leave(self) -> None:
@@ -56,9 +55,6 @@ class Presence:
                 break
             await asyncio.sleep(LEAVE_POLL_SECONDS)
         log.info("left the fabric", extra={"seconds": round(waited, 3), "holds": self._pool.holds})
-
-    def _doors(self) -> Sequence[Door]:
-        return []
 
 
 def reachable_door(door: Door, endpoint: str) -> Door:
