@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, InvalidArgument, RowLayout, RowOutOfRange, Windows
-from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN
+from treadle.contract.row_layout import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.kernels.hash_plan import HashPlan
 
 DEDUP_ROWS_MAX = 1 << 30  # ids of one batch without repeats: their positions fit int32
