@@ -13,6 +13,7 @@ from treadle.contract import Unavailable
 from treadle_bench import attach, gather, gather_tables, hashing, loading, tickets
 from treadle_bench.busy_core import busy_core
 from treadle_bench.engramdb_peer import engramdb_peer
+from treadle_bench.gather_goals import BUSY
 from treadle_bench.own_venv import interpreter_with
 
 SMALL_BYTES = 12_000_000
@@ -30,14 +31,15 @@ def test_gather_measures_both_page_sizes_and_cleans_up(monkeypatch: pytest.Monke
     monkeypatch.setattr(gather, "BUSY_ROUNDS_QUICK", 10)
     before = left_behind()
     rows, goals, notes = gather.measure(quick=True, table_bytes=SMALL_BYTES)
-    idle, busy = ([row for row in rows if ("beside" in row.params) is beside] for beside in (False, True))
+    idle, busy = ([row for row in rows if row.name.startswith(BUSY) is beside] for beside in (False, True))
     of_both = ("mapped", "mapped", "read-only", "np.take", "torch.index_select")  # mapped also by two threads
     peers = [row.name for row in idle if row.name.startswith("engramdb")]
     assert len(idle) == 1 + 2 * len(of_both) + len(peers)
     assert {row.name for row in idle} >= {f"{name} 4KiB" for name in (*of_both, "listing1")}
+    assert {row.params["threads"] for row in idle if row.name.startswith("mapped")} == {1, 2}
     assert len(busy) == 4 or any("one core busy" in note for note in notes)
     assert len(peers) == 1 or any("skipped: engramdb" in note for note in notes)
-    assert all(row.median > 0 and row.n == (10 if "beside" in row.params else 60) for row in rows)
+    assert all(row.median > 0 and row.n == (10 if row in busy else 60) for row in rows)
     assert {goal.limit for goal in goals} >= {0.60, 0.88, 0.36, 1.4, 1.5, 1.1}
     assert sum("prefetch" in note for note in notes) == 2
     assert left_behind() == before

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from treadle.kernels import calibrate_prefetch
 from treadle_bench import _baselines
 from treadle_bench.busy_core import busy_core
 from treadle_bench.engramdb_peer import engramdb_peer
-from treadle_bench.gather_goals import GOAL_TOKENS, goals_of
+from treadle_bench.gather_goals import BUSY, GOAL_TOKENS, goals_of
 from treadle_bench.gather_tables import PROFILES, SMALL, PagedTable, Profile, handle_on, tables
 from treadle_bench.report import Goal, Row, interleave, rows_of
 
@@ -32,6 +33,7 @@ ID_SETS_MIN = 16
 PIECE_ROWS = 512  # of the two-thread gather: each worker takes the next piece when it has done one
 BUSY_ROUNDS, BUSY_ROUNDS_QUICK = 2000, 200
 WAIT_SECONDS = 10.0
+TWO_THREADS = ", two threads"  # of a name, until the rows are made
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Ids: TypeAlias = NDArray[np.int64]
@@ -72,7 +74,7 @@ def _measure_tokens(profile: Profile, both: tuple[PagedTable, PagedTable], token
             for timed in variants.values():
                 timed(number)
         samples = interleave(variants, rounds, seed=tokens, what=f"{profile.name}, {tokens} tokens")
-    return rows_of(samples, {"rows": profile.name, "tokens": tokens}, "us", f"listing1 {SMALL}")
+    return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": tokens}, "us", f"listing1 {SMALL}"))
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def _acts(profile: Profile, both: tuple[PagedTable, PagedTable], ids: Ids, out: 
             handle = stack.enter_context(handle_on(profile, table.rows))
             queue = stack.enter_context(DeadlineQueue(workers=2, piece_rows=PIECE_ROWS))
             acts[f"mapped {table.pages}"] = partial(_mapped, handle, ids, out)
-            acts[f"mapped {table.pages}, two threads"] = partial(_by_two, queue, table.rows, ids, out)
+            acts[f"mapped {table.pages}{TWO_THREADS}"] = partial(_by_two, queue, table.rows, ids, out)
             acts[f"read-only {table.pages}"] = partial(_read_only, table.rows, ids)
             acts[f"np.take {table.pages}"] = partial(_take, table.rows, ids, out)
             acts[f"torch.index_select {table.pages}"] = partial(_index_select, _tensor(table.rows), ids, _tensor(out))
@@ -129,10 +131,9 @@ def _measure_busy(profile: Profile, both: tuple[PagedTable, PagedTable], rounds:
         except Unavailable as error:
             notes.append(f"skipped: {error}")
             return []
-        variants = {name: _timed(act, place, len(chosen), len(ids)) for place, (name, act) in enumerate(chosen.items())}
+        variants = {BUSY + name: _timed(act, place, len(chosen), len(ids)) for place, (name, act) in enumerate(chosen.items())}
         samples = interleave(variants, rounds, seed=1, what=f"{profile.name}, one core busy")
-    params = {"rows": profile.name, "tokens": GOAL_TOKENS, "beside": "one busy core"}
-    return rows_of(samples, params, "us", f"mapped {SMALL}")
+    return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": GOAL_TOKENS}, "us", f"{BUSY}mapped {SMALL}"))
 
 
 def _engramdb(
@@ -149,6 +150,18 @@ def _engramdb(
         return {}
     sets = len(ids)
     return {f"engramdb {table.pages}": lambda number: peer.microseconds((number * count + place) % sets)}
+
+
+def _told_threads(rows: list[Row]) -> list[Row]:
+    """The number of threads as a parameter instead of a part of the name."""
+    return [
+        replace(
+            row,
+            name=row.name.removesuffix(TWO_THREADS),
+            params={**row.params, "threads": 2 if row.name.endswith(TWO_THREADS) else 1},
+        )
+        for row in rows
+    ]
 
 
 def _id_sets(profile: Profile, table: PagedTable, tokens: int) -> Ids:
