@@ -13,9 +13,11 @@ from treadle.dataplane.queue import (
     Implementation,
     Ticket,
 )
+from treadle.dataplane.remote import RemoteLayer, RemoteRows, RemoteTicket, Route, remote_stats
+from treadle.dataplane.socket import SocketServer
 from treadle.dataplane.versions import ServedLayer, Versions
 
 __all__ = [
-    "IMPLEMENTATION", "PIECE_ROWS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "ServedLayer", "Ticket",
-    "Versions",
+    "IMPLEMENTATION", "PIECE_ROWS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "RemoteLayer", "RemoteRows",
+    "RemoteTicket", "Route", "ServedLayer", "SocketServer", "Ticket", "Versions", "remote_stats",
 ]  # fmt: skip
