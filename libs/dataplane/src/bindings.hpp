@@ -95,6 +95,7 @@ inline Digest digest_of(const std::string& bytes, const char* name) {
 
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
+void bind_tenants(py::module_& module);
 void bind_versions(py::module_& module);
 void bind_socket(py::module_& module);
 

@@ -84,7 +84,6 @@ def test_damage_is_found_in_what_is_held_only(partial: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([], "1 to"),
         ([(0, 0)], "no range"),
         ([(5, 3)], "no range"),
         ([(0, 101)], "no range"),
@@ -111,6 +110,18 @@ def test_the_first_id_outside_is_named_by_its_place() -> None:
     assert [at for at in range(12) if not outside[at]] == [2, 3, 4, 9]
     assert first_not_held(np.array([3, 9, 5, 7]), held) == 2
     assert first_not_held(np.array([], dtype=np.int64), held) is None
+    assert first_not_held(np.array([3]), ()) == 0
+
+
+def test_an_owner_of_no_row_has_a_frame_only(tmp_path: Path) -> None:
+    with SegmentWriter(tmp_path / "none", rows=len(ROWS), row_bytes=320, held=[]) as writer:
+        writer.append(ROWS)
+        writer.publish({})
+    with Segment(tmp_path / "none") as segment:
+        segment.verify()
+        assert (segment.held, segment.chunks) == ((), [])
+        assert segment.stored_bytes == segment.file_bytes - ROWS.nbytes
+        assert segment.page_bytes() > 0
 
 
 def test_a_segment_begins_where_it_is_said_to(tmp_path: Path) -> None:

@@ -83,9 +83,7 @@ def load(
     if [grown is not None, checkpoint is not None, random].count(True) != 1:
         raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH and --random")
     if (names or row_dtype) and checkpoint is None:
-        raise InvalidArgument(
-            "--map names tensors of a checkpoint; grown and random rows have none, nor does --row-dtype say theirs"
-        )
+        raise InvalidArgument("--map and --row-dtype are about tensors of a checkpoint; grown and random rows have none")
     if grown is not None and (manifest or profile or tokenizer or token_map):
         raise InvalidArgument("a grown folder brings its own manifest and token map: leave those options out")
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:

@@ -33,6 +33,14 @@ class Settings(ServerSettings):
     """Most bytes of segments; 0: as much as the file system holds."""
     verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
     """headers: seals, sizes and manifests of what is found at start, the scrubber does the rest; full: every checksum before serving."""
+    scrub_bytes_per_second: int = 64 << 20
+    """How fast every checksum is compared in the background, at most; 0: never. A bad chunk takes its version out of service."""
+    peers: str = ""
+    """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
+    peer_key_file: Path | None = None
+    """File whose first line is the key that is shown to peers, for repairs and loads; none: no key."""
+    peer_tls_root_file: Path | None = None
+    """PEM roots that vouch for peers; none: they are spoken to without TLS."""
     warm_bytes_per_second: int = 0
     """How fast pages of tables are entered in the background after a start or load, at most; 0: as fast as it goes."""
     keep_segments: bool = True
@@ -70,8 +78,6 @@ class Settings(ServerSettings):
     """Address at which others reach this pool, host:port; none: the one in `owners`, else `listen`."""
     redis_url: str = ""
     """Directory of the owners, redis://...; none: TREADLE_REDIS_URL. With a password use the variable: flags can be read by all."""
-    peer_tls_root_file: Path | None = None
-    """PEM roots that vouch for the other owners; none: they are called without TLS. They are shown the first of our keys."""
     owner_watchers_max: int = 1024
     """Most WatchOwners calls at once: every handle of a client that asks several owners has one."""
     leave_seconds_max: float = 5.0
@@ -95,10 +101,13 @@ class Settings(ServerSettings):
             raise WrongSetting(f"versions_kept_max is 0 to 64, got {self.versions_kept_max}")
         if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
+        if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
+            raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
+        for peer in self.peer_list:
+            if ":" not in peer:
+                raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
-        if self.warm_bytes_per_second < 0:
-            raise WrongSetting(f"warm_bytes_per_second is >= 0, got {self.warm_bytes_per_second}")
         if not 0 <= self.reap_grace_seconds <= 3600:
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
@@ -106,6 +115,11 @@ class Settings(ServerSettings):
         if self.owner_watchers_max < 1 or not 0 <= self.leave_seconds_max <= 3600:
             raise WrongSetting("owner_watchers_max is >= 1, leave_seconds_max 0 to 3600")
         self._check_owners()
+
+    @property
+    def peer_list(self) -> tuple[str, ...]:
+        """`peers`, one by one."""
+        return tuple(peer.strip() for peer in self.peers.split(",") if peer.strip())
 
     def _check_owners(self) -> None:
         endpoints = self.owner_endpoints

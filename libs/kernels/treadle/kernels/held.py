@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from treadle.contract import DataLoss, InvalidArgument
 from treadle.contract.table_manifest import CHUNK_BYTES
 
-Ranges = tuple[tuple[int, int], ...]  # rows [first, last), rising, not touching each other
+Ranges = tuple[tuple[int, int], ...]  # rows [first, last), rising, not touching each other; none: no row
 HELD_RANGES_MAX = 1 << 14  # of one table: 384 M rows in stretches of 24,000; their text is 384 KiB
 HELD_KEY = "held"  # in a segment's metadata
 
@@ -31,8 +31,8 @@ def checked_ranges(ranges: Sequence[tuple[int, int]], rows: int) -> Ranges:
             merged[-1] = (merged[-1][0], last)
         else:
             merged.append((first, last))
-    if not 0 < len(merged) <= HELD_RANGES_MAX:
-        raise InvalidArgument(f"held: 1 to {HELD_RANGES_MAX} ranges of rows, got {len(merged)}; make the stretches longer")
+    if len(merged) > HELD_RANGES_MAX:
+        raise InvalidArgument(f"held: at most {HELD_RANGES_MAX} ranges of rows, got {len(merged)}; make the stretches longer")
     return tuple(merged)
 
 
@@ -71,6 +71,6 @@ def ranges_of(text: str, rows: int) -> Ranges:
 
 def first_not_held(ids: NDArray[np.int64], held: Ranges) -> int | None:
     """Place of the first of `ids` [n] that lies in no range; None if all do."""
-    edges = np.array(held, dtype=np.int64).reshape(-1)
+    edges = np.array(held, dtype=np.int64).reshape(-1)  # rows of a range lie behind an odd number of edges
     outside = np.searchsorted(edges, ids, side="right") % 2 == 0
     return int(np.argmax(outside)) if outside.any() else None

@@ -6,6 +6,7 @@ model and version, and when it may go, is for the pool to know.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import stat
@@ -110,6 +111,12 @@ class Segment:
                 f"{self.path}: chunk {chunk} at byte {at} is damaged: CRC32C {actual:08x}, written as {self._crcs[chunk]:08x}"
             )
 
+    def fits(self, chunk: int, data: NDArray[np.uint8]) -> bool:
+        """True if `data`, uint8 [n], is what a chunk held when it was written: size, CRC32C, and sha256 where it is kept."""
+        if data.size != self.chunk(chunk).size or crc32c(data) != self._crcs[chunk]:
+            return False
+        return not self.chunk_digests or hashlib.sha256(data.data).digest() == self.chunk_digests[chunk]
+
     def check_frame(self) -> None:
         """Raise DataLoss unless all but the rows is as it was: the file's size, header, digests, token map, pad."""
         _check_size(self.path, self.offset + self.file_bytes)
@@ -162,9 +169,10 @@ class Segment:
     def page_bytes(self) -> int:
         """Size of the pages that hold the rows in this process, as the kernel reports it: 2 MiB where huge pages cover them.
 
-        Reads a row, so that there is a page to ask about. Takes milliseconds for a large mapping.
+        Reads a byte of the rows, so that there is a page to ask about. Takes milliseconds for a large mapping.
         """
-        self.chunk(self._runs[0][0])[:1].tobytes()
+        if self._runs:
+            self.chunk(self._runs[0][0])[:1].tobytes()
         return mapped_page_bytes(int(self.rows.ctypes.data))
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from treadle.contract.warm_state import WarmState
 if TYPE_CHECKING:
     from engram_pool.domain.directory import Directory
     from engram_pool.domain.pool import Pool
+    from engram_pool.domain.scrubbing import Scrubber
 
 _TRANSPORT = "rpc"  # mapped readers gather in their own process, and count there
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)  # an RPC takes 2 ms, a queue seconds
@@ -42,11 +43,29 @@ class PrometheusMeters:
         )
         self._promotes = Counter("treadle_engram_promotes", "Versions made current by name", registry=registry)
         self._fusion_bytes = Counter("treadle_engram_fusion_bytes", "Bytes of fusion weights handed out", registry=registry)
+        self._scrubbed = Counter(
+            "treadle_engram_scrub_chunks",
+            "Chunks checked in the background: ok or bad, and those repaired",
+            ["outcome"],
+            registry=registry,
+        )
         self._left = Counter(
             "treadle_engram_versions_left",
             "Versions left unserved at a start, as they could not be read then or by this release",
             registry=registry,
         )
+
+    def scrubbed(self, outcome: str, chunks: int) -> None:
+        """Count chunks checked in the background, or repaired."""
+        self._scrubbed.labels(outcome).inc(chunks)
+
+    def observe_scrubber(self, scrubber: Scrubber) -> None:
+        """Export how far `scrubber` is."""
+        name, text = (
+            "treadle_engram_scrub_pass_ended_seconds",
+            "When the last whole pass over all checksums ended, since the epoch; 0: none",
+        )
+        Gauge(name, text, registry=self._registry).set_function(lambda: scrubber.figures.pass_ended_at_seconds)
 
     def observe(self, pool: Pool) -> None:
         """Export the state of `pool`."""

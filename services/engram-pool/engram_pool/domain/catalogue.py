@@ -89,7 +89,7 @@ class Resident:
     def check_intact(self) -> None:
         """Raise DataLoss once a checksum did not fit."""
         if self.corrupt:
-            raise DataLoss(f"{self.name} {self.version}: a checksum does not fit; the version is out of service")
+            raise DataLoss(f"{self.name} {self.version}: a checksum does not fit; the version is out of service, or being repaired")
 
 
 class Catalogue:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, EngramModel, NotFound, ResourceExhausted, Windows
 from treadle.contract.engram_model import FUSION_BYTES_MAX
+from treadle.contract.placement import Spread
 from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
@@ -74,7 +75,26 @@ class OpenedModel:
     fingerprint: Mapping[str, str]
     lock_path: Path
     card: Mapping[str, Any] | None = None
+    card_json: bytes = b""
     doors: tuple[Door, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerShare:
+    """The rows that one owner keeps of tables that are spread over several."""
+
+    owner: str
+    spread: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """The pool's background pass over all checksums, since its start. `pass_ended_at_seconds`: since the epoch; 0: no whole pass."""
+
+    chunks_checked: int
+    chunks_bad: int
+    chunks_repaired: int
+    pass_ended_at_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +126,7 @@ class PoolStatus:
     segment_dir: Path
     page_bytes: int
     draining: bool
+    scrub: ScrubStatus = ScrubStatus(0, 0, 0, 0.0)
     doors: tuple[Door, ...] = ()
 
 
@@ -128,7 +149,7 @@ def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
     )  # fmt: skip
     return OpenedModel(
         resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
-        _doors(message.doors),
+        message.card_json, _doors(message.doors),
     )  # fmt: skip
 
 
@@ -170,7 +191,12 @@ def pool_status(message: pb.StatusResponse) -> PoolStatus:
     """Read one."""
     return PoolStatus(
         message.build_version, message.proto_version, message.pid, message.table_bytes, message.table_bytes_max,
-        Path(message.segment_dir), message.page_bytes, message.draining, _doors(message.doors),
+        Path(message.segment_dir), message.page_bytes, message.draining,
+        ScrubStatus(
+            message.scrub.chunks_checked_total, message.scrub.chunks_bad_total, message.scrub.chunks_repaired_total,
+            message.scrub.pass_ended_at_seconds,
+        ),
+        _doors(message.doors),
     )  # fmt: skip
 
 
@@ -188,6 +214,16 @@ def load_request(model: EngramModel | None, token_map: NDArray[np.int32] | None,
         manifest_json=model.template.to_json() if model else b"",
         token_map=b"" if token_map is None else token_map.astype("<i4").tobytes(), keep_previous=keep_previous,
     )  # fmt: skip
+
+
+def placed(request: pb.LoadTableRequest, share: OwnerShare | None) -> pb.LoadTableRequest:
+    """The same request for an owner's rows only; unchanged for None."""
+    if share is not None:
+        spread = share.spread
+        request.placement.CopyFrom(pb.Placement(
+            owners=spread.owners, owner=share.owner, replicas=spread.replicas, stretch_rows=spread.stretch_rows,
+        ))  # fmt: skip
+    return request
 
 
 def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadTableRequest:

@@ -203,7 +203,7 @@ class Segment(_message.Message):
     """Where the segment begins in `path`, bytes: 0 in a file of its own, a multiple of 2 MiB on a DAX device."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
-        """The rows that this pool holds, rising; empty: all of them."""
+        """The rows that this pool holds, rising; empty: all of them; one range [0, 0): none."""
 
     def __init__(
         self,
@@ -1094,7 +1094,7 @@ class ReadTableRequest(_message.Message):
     first_byte: _builtins.int
     """First byte of the rows, counted from the first row."""
     byte_count: _builtins.int
-    """How many bytes."""
+    """How many bytes; 0: what is known of the table, and none of its rows."""
     @_builtins.property
     def ref(self) -> Global___ModelRef:
         """Which version."""
@@ -1123,19 +1123,25 @@ class ReadTableResponse(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
+    TOKEN_MAP_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """Bytes of rows."""
     chunk_digests: _builtins.bytes
-    """In the first message: sha256 of each chunk of 4 MiB of the whole table, 32 bytes each; empty where they are not kept."""
+    """For a byte_count of 0, in pieces: sha256 of each chunk of 4 MiB of the whole table, 32 bytes each; empty where they are not
+    kept.
+    """
+    token_map: _builtins.bytes
+    """For a byte_count of 0, in pieces behind the digests: the token map, int32 little-endian; empty for families without one."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         chunk_digests: _builtins.bytes = ...,
+        token_map: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "data", b"data", "token_map", b"token_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
