@@ -16,17 +16,22 @@ from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.native_doors import open_native_doors
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.tenant_metrics import TenantMetrics
+from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.reserving import Reserving
+from engram_pool.domain.tenancy import NoReserve
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
-from treadle.chassis.server import run_service
+from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
+from treadle.dataplane import Tenants
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -51,7 +56,8 @@ async def serve(settings: Settings) -> int:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    pool, server = _put_together(settings, registry, compute)
+    tenants = read_tenants(settings.tenants_file, read_keys(settings))
+    pool, server = _put_together(settings, registry, compute, tenants)
     served = False  # a pool that never served deletes nothing
     try:
         await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
@@ -59,7 +65,7 @@ async def serve(settings: Settings) -> int:
         try:
             code = await run_service(
                 "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
-                build_version=build_version(), on_drain=pool.drain,
+                build_version=build_version(), on_drain=pool.drain, key_digests=frozenset(tenants.tokens),
             )  # fmt: skip
             served = True
             return code
@@ -75,21 +81,28 @@ async def serve(settings: Settings) -> int:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer]:
+def _put_together(
+    settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants
+) -> tuple[Pool, EngramPoolServer]:
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    doors, queue = open_native_doors(
+        workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
+    )
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
-        doors=open_native_doors(workers=settings.door_threads, tickets_max=settings.door_requests_max),
+        doors=doors,
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
         partial(open_grown, allowed_folder=settings.checkpoint_dir),
     )  # fmt: skip
-    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    bandwidth = queue or NoReserve()
+    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max, tenants=tenants, bandwidth=bandwidth)
     meters.observe(pool)
+    TenantMetrics(registry, tenants, queue)
     return pool, EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
+        pool, loader, gathering, FusionReading(pool, compute, meters), Reserving(bandwidth, compute), tenants, segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
     )  # fmt: skip
 
 
