@@ -31,7 +31,8 @@ _OPTIONS = (
 async def run_service(
     service: str, settings: ServerSettings, register: Callable[[grpc.aio.Server], Sequence[str]], *, area: str,
     status: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry, build_version: str,
-    on_drain: Callable[[], Awaitable[None]] | None = None, key_digests: frozenset[bytes] = frozenset(),
+    on_ready: Callable[[str], Awaitable[None]] | None = None, on_drain: Callable[[], Awaitable[None]] | None = None,
+    key_digests: frozenset[bytes] = frozenset(),
 ) -> int:  # fmt: skip
     """Serve until SIGTERM or SIGINT, then drain.
 
@@ -40,6 +41,7 @@ async def run_service(
     area:     of the metric names, treadle_<area>_rpc_*
     status:   the service's error table
     key_digests: sha256 of keys that callers may show beside those in the settings' file
+    on_ready: called with the address that is listened on, host:port, before the ready line
     on_drain: called once the health says NOT_SERVING, before calls in progress are waited for
     Returns the exit code. Raises WrongSetting when an address is taken or a key file is empty.
     """
@@ -65,6 +67,8 @@ async def run_service(
     await server.start()
     for name in ["", *names]:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    if on_ready is not None:
+        await on_ready(listen)
     print_ready(service, listen, f"{metrics_host}:{exporter.server_port}", build_version)
     await stop.wait()
     log.info("draining", extra={"service": service, "seconds": settings.drain_seconds})
