@@ -26,4 +26,5 @@ PYBIND11_MODULE(_native, module) {
     bind_tenants(module);
     bind_queue(module);
     bind_versions(module);
+    bind_socket(module);
 }

@@ -6,11 +6,13 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "rows.hpp"
+#include "versions.hpp"
 #include "treadle/kernels/windows.hpp"
 
 namespace treadle::dataplane {
@@ -83,9 +85,18 @@ inline RowStoreRef rows_of(const py::object& table) {
     return std::make_shared<MemoryRows>(static_cast<const std::byte*>(rows.data()), rows.shape(0), rows.shape(1));
 }
 
+// A sha256.
+inline Digest digest_of(const std::string& bytes, const char* name) {
+    Digest digest;
+    if (bytes.size() != digest.size()) throw py::value_error(std::string(name) + ": 32 bytes expected");
+    std::memcpy(digest.data(), bytes.data(), digest.size());
+    return digest;
+}
+
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
 void bind_tenants(py::module_& module);
 void bind_versions(py::module_& module);
+void bind_socket(py::module_& module);
 
 }  // namespace treadle::dataplane
