@@ -26,16 +26,13 @@ struct ServerDoor {
 };
 
 std::unique_ptr<ServerDoor> open_server(const EngineRef& engine, const std::shared_ptr<Versions>& versions, const std::vector<int>& listeners,
-                                        const std::vector<std::pair<py::bytes, int32_t>>& tokens, int connections_max, uint64_t reply_bytes_max,
-                                        double idle_seconds, double stall_seconds) {
-    std::vector<KnownToken> known;
-    for (const auto& [digest, tenant] : tokens) known.push_back({digest_of(digest, "token"), tenant});
+                                        int connections_max, uint64_t reply_bytes_max, double idle_seconds, double stall_seconds) {
     std::vector<Descriptor> owned;
     for (const int fd : listeners) owned.emplace_back(fd);
     const SocketLimits limits{connections_max, reply_bytes_max, static_cast<int64_t>(idle_seconds * 1e9), static_cast<int64_t>(stall_seconds * 1e9)};
     auto door = std::make_unique<ServerDoor>();
     door->engine = engine;
-    door->server = std::make_unique<SocketServer>(engine->queue, engine->piece_rows, versions, std::move(known), limits, std::move(owned));
+    door->server = std::make_unique<SocketServer>(engine->queue, engine->piece_rows, versions, limits, std::move(owned));
     return door;
 }
 
@@ -200,13 +197,15 @@ struct Wanted {
 };
 
 // A call with its tickets, not started. `arrays` lives until the last ticket has ended.
-CallRef make_call(const RemoteVersion& version, const std::vector<Wanted>& wanted, int64_t give_up_ns, const std::shared_ptr<void>& arrays) {
+CallRef make_call(const RemoteVersion& version, const std::vector<Wanted>& wanted, int64_t patience_ns, int64_t give_up_ns,
+                  const std::shared_ptr<void>& arrays) {
     auto call = std::make_shared<Call>();
     call->spread = version.spread();
     call->header.version = version.digest;
     call->header.fingerprint = version.fingerprint;
     call->header.token = version.token;
     call->deadline_ns = INT64_MAX;
+    call->patience_ns = patience_ns;
     call->give_up_ns = give_up_ns;
     call->whole = true;
     for (const Wanted& each : wanted) {
@@ -265,7 +264,7 @@ Tickets start(const ClientDoorRef& door, const CallRef& call, std::vector<Share>
 }
 
 Tickets submit_lookup(const ClientDoorRef& door, const py::object& windows, const std::vector<std::tuple<int32_t, py::object, int64_t>>& layers,
-                      int64_t give_up_ns) {
+                      int64_t patience_ns, int64_t give_up_ns) {
     const kernels::WindowsView view = view_of_windows(windows);
     const RemoteVersion& version = *door->client->version();
     std::vector<Wanted> wanted;
@@ -277,7 +276,7 @@ Tickets submit_lookup(const ClientDoorRef& door, const py::object& windows, cons
         wanted.push_back({number, nullptr, filled.shape(0) * columns, static_cast<std::byte*>(filled.mutable_data()), deadline_ns});
         outs.append(out);
     }
-    const CallRef call = make_call(version, wanted, give_up_ns, hold(py::make_tuple(outs)));
+    const CallRef call = make_call(version, wanted, patience_ns, give_up_ns, hold(py::make_tuple(outs)));
     for (const int32_t number : call->numbers)
         if (!call->whole && !version.layers[static_cast<size_t>(version.position(number))].plan) throw py::value_error("plan: none, and the table is spread");
     std::vector<Share> shares;
@@ -288,13 +287,14 @@ Tickets submit_lookup(const ClientDoorRef& door, const py::object& windows, cons
     return start(door, call, std::move(shares), view.token_count == 0);
 }
 
-Tickets submit_gather(const ClientDoorRef& door, int32_t number, const py::object& rows, const py::object& out, int64_t deadline_ns, int64_t give_up_ns) {
+Tickets submit_gather(const ClientDoorRef& door, int32_t number, const py::object& rows, const py::object& out, int64_t deadline_ns, int64_t patience_ns,
+                      int64_t give_up_ns) {
     const py::array ids = borrow<int64_t>(rows, "rows");
     py::array filled = borrow<uint8_t>(out, "out");
     const auto* first = static_cast<const int64_t*>(ids.data());
     const RemoteVersion& version = *door->client->version();
     const std::vector<Wanted> wanted{{number, first, ids.size(), static_cast<std::byte*>(filled.mutable_data()), deadline_ns}};
-    const CallRef call = make_call(version, wanted, give_up_ns, hold(py::make_tuple(out)));
+    const CallRef call = make_call(version, wanted, patience_ns, give_up_ns, hold(py::make_tuple(out)));
     std::vector<Share> shares;
     if (ids.size() > 0) {
         const py::gil_scoped_release nogil;
@@ -336,8 +336,9 @@ void bind_socket(py::module_& module) {
         .def_property_readonly("ended", &RemoteTicketDoor::ended)
         .def_property_readonly("complete", [](const RemoteTicketDoor& door) { return door.ticket().state() == State::complete; })
         .def_property_readonly("fault", [](const RemoteTicketDoor& door) { return static_cast<int>(door.ticket().ended() ? door.ticket().fault : Fault::none); })
-        .def_property_readonly("predicted_finish_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->predicted_finish_ns : 0; })
-        .def_property_readonly("retry_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->retry_ns : 0; })
+        .def_property_readonly("predicted_finish_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->refusal.predicted_finish_ns : 0; })
+        .def_property_readonly("retry_after_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->refusal.retry_after_ns : 0; })
+        .def_property_readonly("reason", [](const RemoteTicketDoor& door) { return static_cast<int>(door.ticket().ended() ? door.call->refusal.reason : Reason::none); })
         .def("wait", &RemoteTicketDoor::wait)
         .def("cancel", &RemoteTicketDoor::cancel)
         .def("fileno", [](const RemoteTicketDoor& door) { return door.ticket().event_fd(); })

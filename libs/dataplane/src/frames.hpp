@@ -49,7 +49,7 @@ struct FrameHeader {
     int64_t retry_ns = 0;      // fault: when to come again, from now on; 0: not known
     uint64_t offset = 0;       // rows: of this body in the reply
     uint64_t total_bytes = 0;  // rows: of the whole reply; the frame that reaches it is the last
-    uint32_t layer_count = 0;  // request
+    uint32_t layer_count = 0;  // request; fault: the Reason of a refusal
     int32_t fault = 0;         // fault
     Digest token{};            // request: sha256 of the caller's token; zeros: none
     Digest version{};          // request: which version; its manifest's sha256

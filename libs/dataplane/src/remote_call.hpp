@@ -20,7 +20,7 @@ struct CallLayer {
     std::byte* out;  // the caller's while the ticket is open, and not a moment longer
     int64_t row_count, row_bytes;
     int segments_left = 0;
-    std::vector<std::pair<WorkRef, size_t>> came;  // segments that are there; not changed once the ticket has ended
+    std::vector<std::pair<AskRef, size_t>> came;  // segments that are there; not changed once the ticket has ended
 };
 
 struct Part;
@@ -34,10 +34,11 @@ struct Call {
     std::vector<int32_t> numbers;     // of the layers
     std::vector<int64_t> row_bytes;   // of the layers
     int64_t deadline_ns, give_up_ns;  // when the rows are wanted; when nobody wants them any more
+    int64_t patience_ns = 0;          // owners are told a deadline so much later: rows that come by then are not refused
     std::vector<PartRef> parts;
     size_t layers_open = 0;
     Fault fault = Fault::none;        // of the owner that failed last
-    int64_t predicted_finish_ns = 0, retry_ns = 0;  // of a refusal; 0: not known
+    Verdict refusal;                  // the last one
     Reactor::TimerRef giving_up;
     bool whole = false;               // every owner is asked for everything; else rows have owners of their own
 
@@ -53,10 +54,10 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
         virtual ~Events() = default;
         virtual void on_segment(Part& part, size_t segment) = 0;
         virtual void on_whole(Part& part) = 0;
-        virtual void on_failure(Part& part, Fault fault, int64_t finish_ns, int64_t retry_ns) = 0;
+        virtual void on_failure(Part& part, const Verdict& why) = 0;
     };
 
-    Part(Events& events, CallRef call, WorkRef work, int owner, uint64_t tried)
+    Part(Events& events, CallRef call, AskRef work, int owner, uint64_t tried)
         : events(events), call(std::move(call)), work(std::move(work)), owner(owner), tried(tried), segment_done(this->work->segments.size()) {}
 
     std::pair<std::byte*, uint64_t> place(uint64_t at) noexcept override {
@@ -78,10 +79,10 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
         if (bytes == work->reply_bytes) events.on_whole(*this);
     }
 
-    void failed(Fault fault, int64_t finish_ns, int64_t retry_ns) override {
+    void failed(const Verdict& why) override {
         const PartRef keep = shared_from_this();
         connection.reset();
-        if (!over) events.on_failure(*this, fault, finish_ns, retry_ns);
+        if (!over) events.on_failure(*this, why);
     }
 
     // Someone still waits for this segment, and it has not come by this part or the one that it hedges.
@@ -99,7 +100,7 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
 
     Events& events;
     CallRef call;
-    WorkRef work;
+    AskRef work;
     int owner;
     uint64_t tried;                     // owners that are not asked again, a bit each
     std::vector<bool> segment_done;

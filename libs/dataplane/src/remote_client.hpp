@@ -20,7 +20,7 @@ namespace treadle::dataplane {
 
 struct Share {
     int owner;
-    WorkRef work;
+    AskRef work;
 };
 
 // Rows to owners, passing by those in `tried`: for each stretch its first candidate that is worth asking. Empty: some row has none.
@@ -28,7 +28,7 @@ class Split {
 public:
     Split(const Call& call, uint64_t tried, int64_t now) : call_(call), tried_(tried), now_(now) {}
 
-    std::vector<Share> whole(const WorkRef& work) const {
+    std::vector<Share> whole(const AskRef& work) const {
         std::vector<int32_t> all(call_.spread->owners.size());
         for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int32_t>(i);
         const int owner = choose(all.data(), static_cast<int>(all.size()));
@@ -177,12 +177,12 @@ private:
         if (part->over || part->call->over()) return;
         const OwnerRef owner = part->call->spread->owners[static_cast<size_t>(part->owner)];
         const auto connection = owner ? connection_to(owner) : nullptr;
-        if (!connection) return on_failure(*part, Fault::unavailable, 0, 0);
+        if (!connection) return on_failure(*part, {Fault::unavailable});
         part->prepare();
         part->connection = connection;
         const int64_t now = now_ns();
         FrameHeader header = part->call->header;
-        header.deadline_ns = part->call->deadline_ns - now;
+        header.deadline_ns = deadline_for_owners(*part->call, now);
         part->lost = false;
         arm_hedge(part, *owner, now);
         connection->send(header, part->work, part, part->request);
@@ -286,14 +286,13 @@ private:
         retire(part);
     }
 
-    void on_failure(Part& part, Fault fault, int64_t finish_ns, int64_t retry_ns) override {
+    void on_failure(Part& part, const Verdict& why) override {
         const PartRef keep = part.shared_from_this();
         if (part.over || part.call->over()) return;
         Call& call = *part.call;
-        call.fault = fault;
-        if (finish_ns > 0) call.predicted_finish_ns = now_ns() + finish_ns;
-        if (retry_ns > 0) call.retry_ns = retry_ns;
-        part.unavailable |= fault == Fault::unavailable;
+        call.fault = why.fault;
+        if (why.fault == Fault::refused) call.refusal = why;
+        part.unavailable |= why.fault == Fault::unavailable;
         part.tried |= bit(part.owner);
         reactor_->forget(part.timer);
         part.lost = true;
@@ -399,6 +398,12 @@ private:
         for (const PartRef& part : std::vector<PartRef>(call->parts)) retire(*part);
         std::lock_guard lock(mutex_);
         --in_flight_;
+    }
+
+    // A caller who waits for late rows too is not refused for being late already.
+    static int64_t deadline_for_owners(const Call& call, int64_t now) noexcept {
+        if (call.patience_ns == 0) return call.deadline_ns - now;
+        return std::max<int64_t>(0, call.deadline_ns - now) + call.patience_ns;
     }
 
     static uint64_t bit(int owner) noexcept { return uint64_t{1} << owner; }

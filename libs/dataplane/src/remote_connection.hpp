@@ -29,7 +29,7 @@ public:
     // Where byte `at` of the reply and those behind it go, and how many of them; null: nobody wants them.
     virtual std::pair<std::byte*, uint64_t> place(uint64_t at) noexcept = 0;
     virtual void arrived(uint64_t bytes) = 0;  // so many in all; the last call says that the reply is whole
-    virtual void failed(Fault fault, int64_t finish_ns, int64_t retry_ns) = 0;
+    virtual void failed(const Verdict& why) = 0;
 };
 
 struct Connection final : Watcher, std::enable_shared_from_this<Connection> {
@@ -57,7 +57,7 @@ struct Connection final : Watcher, std::enable_shared_from_this<Connection> {
 
     // `header` has all but kind, id and length. May lose the connection, and then tells `reply`.
     // `request`: what to abandon it by.
-    void send(FrameHeader header, WorkRef work, std::shared_ptr<Reply> reply, uint64_t& request) {
+    void send(FrameHeader header, AskRef work, std::shared_ptr<Reply> reply, uint64_t& request) {
         request = header.request = ++last_request_;
         header.kind = static_cast<uint16_t>(work->kind);
         header.layer_count = work->layer_count;
@@ -96,7 +96,7 @@ struct Connection final : Watcher, std::enable_shared_from_this<Connection> {
         auto flights = std::move(flights_);
         flights_.clear();
         for (auto& [id, flight] : flights)
-            if (flight.reply) flight.reply->failed(Fault::unavailable, 0, 0);
+            if (flight.reply) flight.reply->failed({Fault::unavailable});
     }
 
     // Over without a word.
@@ -115,13 +115,13 @@ private:
 
     struct Flight {
         std::shared_ptr<Reply> reply;  // null: abandoned
-        WorkRef work;
+        AskRef work;
         uint64_t received;
         int64_t sent_ns;
     };
     struct Outgoing {
         FrameHeader header;
-        WorkRef work;
+        AskRef work;
         size_t sent;
     };
 
@@ -234,8 +234,7 @@ private:
             const Flight flight = std::move(found->second);
             flights_.erase(found);
             owner_.answered();
-            const auto fault = header_.fault > 0 && header_.fault <= static_cast<int32_t>(Fault::internal) ? static_cast<Fault>(header_.fault) : Fault::internal;
-            if (flight.reply) flight.reply->failed(fault, header_.deadline_ns, header_.retry_ns);
+            if (flight.reply) flight.reply->failed(told());
             return true;
         }
         if (found->second.received < found->second.work->reply_bytes) return true;
@@ -245,6 +244,16 @@ private:
         owner_.latency.took(flight.received, now_ns() - flight.sent_ns);
         if (flight.reply) flight.reply->arrived(flight.received);
         return true;
+    }
+
+    // What a fault frame says, in this process's time.
+    Verdict told() const noexcept {
+        Verdict verdict{Fault::internal};
+        if (header_.fault > 0 && header_.fault <= static_cast<int32_t>(Fault::internal)) verdict.fault = static_cast<Fault>(header_.fault);
+        if (header_.deadline_ns > 0) verdict.predicted_finish_ns = now_ns() + std::min(header_.deadline_ns, RELATIVE_NS_MAX);
+        verdict.retry_after_ns = std::clamp<int64_t>(header_.retry_ns, 0, RELATIVE_NS_MAX);
+        if (header_.layer_count <= static_cast<uint32_t>(Reason::late)) verdict.reason = static_cast<Reason>(header_.layer_count);
+        return verdict;
     }
 
     static constexpr size_t SCRATCH_BYTES = 256u << 10;

@@ -85,14 +85,14 @@ struct Segment {
 };
 
 // One request to one owner. Immutable once made.
-struct Work {
+struct Ask {
     Kind kind = Kind::gather;
     uint32_t layer_count = 0;
     std::vector<std::byte> body;
     std::vector<Segment> segments;
     uint64_t reply_bytes = 0;
 };
-using WorkRef = std::shared_ptr<const Work>;
+using AskRef = std::shared_ptr<const Ask>;
 
 class BodyWriter {
 public:
@@ -115,8 +115,8 @@ struct AskedOf {
 };
 
 // The owner hashes. Segments are contiguous.
-inline WorkRef lookup_work(const std::vector<AskedOf>& asked, const kernels::WindowsView& windows, int64_t columns) {
-    auto work = std::make_shared<Work>();
+inline AskRef lookup_work(const std::vector<AskedOf>& asked, const kernels::WindowsView& windows, int64_t columns) {
+    auto work = std::make_shared<Ask>();
     work->kind = Kind::lookup;
     work->layer_count = static_cast<uint32_t>(asked.size());
     BodyWriter body(work->body);
@@ -139,8 +139,8 @@ inline WorkRef lookup_work(const std::vector<AskedOf>& asked, const kernels::Win
 }
 
 // Finishes a gather whose segments have their ids.
-inline WorkRef gather_work(std::vector<Segment> segments, const std::vector<int32_t>& numbers, const std::vector<int64_t>& row_bytes) {
-    auto work = std::make_shared<Work>();
+inline AskRef gather_work(std::vector<Segment> segments, const std::vector<int32_t>& numbers, const std::vector<int64_t>& row_bytes) {
+    auto work = std::make_shared<Ask>();
     work->layer_count = static_cast<uint32_t>(segments.size());
     BodyWriter body(work->body);
     for (Segment& segment : segments) {

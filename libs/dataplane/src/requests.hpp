@@ -2,11 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,27 @@ struct AskedLayer {
     uint64_t reply_at;     // bytes
 };
 
-// One request in the works: what was asked, where the rows go, and which pieces are there. Kept by its job.
+// Units [0, ready()) are done. Pieces are claimed in order and end in any.
+class Progress {
+public:
+    void done(int64_t first, int64_t last) {
+        std::lock_guard lock(mutex_);
+        ahead_.emplace(first, last);
+        for (auto next = ahead_.begin(); next != ahead_.end() && next->first == ready_; next = ahead_.erase(next)) ready_ = next->second;
+    }
+
+    int64_t ready() {
+        std::lock_guard lock(mutex_);
+        return ready_;
+    }
+
+private:
+    std::mutex mutex_;
+    int64_t ready_ = 0;
+    std::map<int64_t, int64_t> ahead_;
+};
+
+// One request in the works: what was asked, where the rows go, and how far it is. Kept by its job.
 struct Request {
     VersionRef version;
     std::vector<AskedLayer> layers;
@@ -32,10 +53,7 @@ struct Request {
     int64_t units = 0;
     uint64_t reply_bytes = 0;
     std::byte* reply = nullptr;  // [reply_bytes], set before the job runs
-    int64_t units_per_piece = 1;
-    std::unique_ptr<std::atomic<bool>[]> pieces_done;
-
-    int64_t piece_count() const noexcept { return (units + units_per_piece - 1) / units_per_piece; }
+    Progress progress;
 
     int64_t rows() const noexcept {
         int64_t rows = 0;
@@ -45,19 +63,16 @@ struct Request {
 
     int64_t rows_per_unit(const AskedLayer& asked) const noexcept { return hashed ? asked.layer->plan->columns() : 1; }
 
-    // How many bytes, from the first on, are in `reply`. Pieces end in any order; `from` is where the last look stopped.
-    uint64_t ready_bytes(int64_t& from) const noexcept {
-        const int64_t count = piece_count();
-        while (from < count && pieces_done[from].load(std::memory_order_acquire)) ++from;
-        if (from == count) return reply_bytes;
-        const int64_t unit = from * units_per_piece;
+    // How many bytes, from the first on, are in `reply`.
+    uint64_t ready_bytes() {
+        const int64_t unit = progress.ready();
         for (const AskedLayer& asked : layers)
             if (unit < asked.first_unit + asked.units)
                 return asked.reply_at + static_cast<uint64_t>((unit - asked.first_unit) * rows_per_unit(asked) * asked.layer->rows->row_bytes);
         return reply_bytes;
     }
 
-    Fault run(int64_t first, int64_t last) noexcept {
+    Fault run(int64_t first, int64_t last) {
         for (const AskedLayer& asked : layers) {
             const int64_t from = std::max(first, asked.first_unit) - asked.first_unit;
             const int64_t to = std::min(last, asked.first_unit + asked.units) - asked.first_unit;
@@ -66,7 +81,7 @@ struct Request {
             const Fault fault = hashed ? look_up(asked, from, to, out) : asked.layer->rows->gather(asked.ids + from, to - from, out);
             if (fault != Fault::none) return fault;
         }
-        pieces_done[first / units_per_piece].store(true, std::memory_order_release);
+        progress.done(first, last);
         return Fault::none;
     }
 
@@ -187,7 +202,7 @@ inline Refusal read_lookup(Request& request, BodyReader& body) {
 }
 
 // Fills `request` from a body that lives as long as it. Nothing is read from the table; afterwards `reply_bytes` are needed.
-inline Refusal read_request(Request& request, const FrameHeader& header, const std::byte* bytes, int64_t piece_rows) {
+inline Refusal read_request(Request& request, const FrameHeader& header, const std::byte* bytes) {
     if (header.layer_count == 0 || header.layer_count > LAYERS_MAX) return {Fault::invalid, "layers: 1 to 64"};
     BodyReader body(bytes, header.body_bytes);
     const LayerAsk* asks = body.take<LayerAsk>(header.layer_count);
@@ -195,23 +210,27 @@ inline Refusal read_request(Request& request, const FrameHeader& header, const s
     request.hashed = header.kind == static_cast<uint16_t>(Kind::lookup);
     if (const Refusal refusal = add_layers(request, asks, header.layer_count)) return refusal;
     if (const Refusal refusal = request.hashed ? read_lookup(request, body) : read_gather(request, body)) return refusal;
-    int64_t columns = 1;
     for (AskedLayer& asked : request.layers) {
         asked.first_unit = request.units;
         asked.reply_at = request.reply_bytes;
         request.units += asked.units;
         request.reply_bytes += static_cast<uint64_t>(asked.units * request.rows_per_unit(asked) * asked.layer->rows->row_bytes);
-        columns = std::max(columns, request.rows_per_unit(asked));
     }
-    request.units_per_piece = std::max<int64_t>(1, piece_rows / columns);
-    request.pieces_done = std::make_unique<std::atomic<bool>[]>(static_cast<size_t>(request.piece_count()));
     return {};
 }
 
-// The job keeps the request, and with it the version.
-inline Job request_job(std::shared_ptr<Request> request) {
-    const int64_t units = request->units, units_per_piece = request->units_per_piece;
-    return {[request = std::move(request)](int64_t first, int64_t last) { return request->run(first, last); }, units, units_per_piece};
+// The job keeps the request, and with it the version. What it costs is what its dearest layer costs: those of a model are alike.
+inline Job request_job(std::shared_ptr<Request> request, int64_t piece_rows) {
+    int64_t columns = 1, row_bytes = 1;
+    Tier tier = Tier::memory;
+    for (const AskedLayer& asked : request->layers) {
+        columns = std::max(columns, request->rows_per_unit(asked));
+        row_bytes = std::max(row_bytes, asked.layer->rows->row_bytes);
+        tier = std::max(tier, asked.layer->rows->tier);
+    }
+    const int64_t units = request->units;
+    return {[request = std::move(request)](int64_t first, int64_t last) { return request->run(first, last); }, units,
+            std::max<int64_t>(1, piece_rows / columns), columns, row_bytes, tier};
 }
 
 }  // namespace treadle::dataplane

@@ -30,17 +30,11 @@ struct SocketCounters {
     std::atomic<int64_t> connections{0};
 };
 
-struct KnownToken {
-    Digest digest;
-    int32_t tenant;
-};
-
 // What the connections of one server share.
 struct SocketShared {
     Queue& queue;
     const int64_t piece_rows;
     const std::shared_ptr<Versions> versions;
-    const std::vector<KnownToken> tokens;  // empty: nobody is asked for one
     const SocketLimits limits;
     SocketCounters counters;
     std::atomic<uint64_t> reply_bytes{0};
@@ -78,8 +72,8 @@ private:
             refuse(header.request, Fault::invalid, "not a frame of this protocol, or one too long");
             return false;
         }
-        int32_t tenant = 0;
-        if (!knows(header.token, tenant)) return skip_body(header.body_bytes) && refuse(header.request, Fault::forbidden, "show a token");
+        const int32_t tenant = shared_.queue.tenants().find(header.token);
+        if (tenant < 0) return skip_body(header.body_bytes) && refuse(header.request, Fault::forbidden, "show a token");
         if (!read_body(header.body_bytes)) return false;
         ++shared_.counters.requests_total;
         return answer(header, received_ns, tenant);
@@ -96,9 +90,10 @@ private:
         if (!request->version) return refuse(header.request, Fault::not_found, "no such version");
         if (!same_digest(request->version->fingerprint, header.fingerprint)) return refuse(header.request, Fault::mismatch, "another fingerprint");
         if (kind == Kind::token_map) return send_token_map(header, *request->version);
-        if (const Refusal refusal = read_request(*request, header, body_.get(), shared_.piece_rows))
+        if (const Refusal refusal = read_request(*request, header, body_.get()))
             return refuse(header.request, refusal.fault, refusal.text);
-        if (!reserve(request->reply_bytes)) return refuse(header.request, Fault::refused, "too many bytes of replies in the works", 0, RETRY_NS);
+        if (!reserve(request->reply_bytes))
+            return refuse(header.request, Fault::refused, "too many bytes of replies in the works", {Fault::refused, 0, RETRY_NS, Reason::room});
         const bool alive = run_and_send(header, request, received_ns, tenant);
         shared_.reply_bytes -= request->reply_bytes;
         if (reply_size_ > KEPT_BYTES) reply_.reset(), reply_size_ = 0;
@@ -113,13 +108,8 @@ private:
         }
         request->reply = reply_.get();
         const int64_t left = std::clamp(header.deadline_ns, -RELATIVE_NS_MAX, RELATIVE_NS_MAX);
-        const auto ticket = std::make_shared<Ticket>(request_job(request), received_ns + left, nullptr);
-        ticket->tenant = tenant;
-        if (const Verdict verdict = shared_.queue.submit(ticket); !verdict) {
-            const int64_t now = now_ns();
-            const int64_t finish = verdict.predicted_finish_ns ? std::max<int64_t>(1, verdict.predicted_finish_ns - now) : 0;
-            return refuse(header.request, verdict.fault, "refused: it would not be there in time, or there is no room", finish, verdict.retry_after_ns);
-        }
+        const auto ticket = std::make_shared<Ticket>(request_job(request, shared_.piece_rows), received_ns + left, nullptr, tenant);
+        if (const Verdict verdict = shared_.queue.submit(ticket); !verdict) return refuse(header.request, verdict.fault, "", verdict);
         const bool alive = send_while_running(header.request, *request, ticket);
         if (!ticket->ended()) {  // the peer has gone; pieces in flight still write to our buffers
             shared_.queue.stop(ticket);
@@ -138,13 +128,12 @@ private:
     }
 
     // This thread takes pieces too, the earliest deadline's first, and sends what is ready whenever that fills a frame.
-    bool send_while_running(uint64_t id, const Request& request, const TicketRef& ticket) {
+    bool send_while_running(uint64_t id, Request& request, const TicketRef& ticket) {
         uint64_t sent = 0;
-        int64_t done_pieces = 0;
         for (;;) {
             const bool ended = ticket->ended();
             if (ended && ticket->state() != State::complete) return true;  // the fault is told by the caller
-            const uint64_t ready = request.ready_bytes(done_pieces);
+            const uint64_t ready = request.ready_bytes();
             while (ready - sent >= PIECE_BYTES || (ended && sent < request.reply_bytes)) {
                 const uint64_t count = std::min(PIECE_BYTES, ready - sent);
                 if (!send_rows(id, request.reply + sent, sent, count, request.reply_bytes)) return false;
@@ -197,24 +186,18 @@ private:
         return send_frame(header, nullptr);
     }
 
-    bool refuse(uint64_t id, Fault fault, std::string_view text, int64_t finish_ns = 0, int64_t retry_ns = 0) {
+    bool refuse(uint64_t id, Fault fault, std::string_view text, const Verdict& verdict = {}) {
         ++shared_.counters.refused_total;
         FrameHeader header = fault_frame(id, fault, std::min<uint64_t>(text.size(), FAULT_TEXT_MAX));
-        header.deadline_ns = finish_ns;
-        header.retry_ns = retry_ns;
+        if (verdict.predicted_finish_ns > 0) header.deadline_ns = std::max<int64_t>(1, verdict.predicted_finish_ns - now_ns());
+        header.retry_ns = verdict.retry_after_ns;
+        header.layer_count = static_cast<uint32_t>(verdict.reason);
         return send_frame(header, reinterpret_cast<const std::byte*>(text.data()));
     }
 
     bool send_frame(FrameHeader& header, const std::byte* body) {
         iovec parts[2] = {{&header, sizeof header}, {const_cast<std::byte*>(body), header.body_bytes}};
         return write_all(fd_.get(), parts, header.body_bytes ? 2 : 1, now_ns() + shared_.limits.stall_ns);
-    }
-
-    bool knows(const Digest& token, int32_t& tenant) const {
-        bool known = shared_.tokens.empty();
-        for (const KnownToken& each : shared_.tokens)  // all of them, always
-            if (same_digest(each.digest, token)) known = true, tenant = each.tenant;
-        return known;
     }
 
     bool read_body(uint64_t bytes) {

@@ -20,9 +20,8 @@ namespace treadle::dataplane {
 class SocketServer {
 public:
     // `listeners`: bound, listening, non-blocking; owned from here on. `queue` outlives this. Throws std::system_error.
-    SocketServer(Queue& queue, int64_t piece_rows, std::shared_ptr<Versions> versions, std::vector<KnownToken> tokens, SocketLimits limits,
-                 std::vector<Descriptor> listeners)
-        : shared_{queue, piece_rows, std::move(versions), std::move(tokens), limits, {}, {}, {}}, listeners_(std::move(listeners)) {
+    SocketServer(Queue& queue, int64_t piece_rows, std::shared_ptr<Versions> versions, SocketLimits limits, std::vector<Descriptor> listeners)
+        : shared_{queue, piece_rows, std::move(versions), limits, {}, {}, {}}, listeners_(std::move(listeners)) {
         const BlockedSignals blocked;
         acceptor_ = std::thread([this] { accept_all(); });
     }

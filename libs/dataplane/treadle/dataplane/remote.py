@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from treadle.contract import (
     Deadline,
-    DeadlineExceeded,
     InvalidArgument,
     ResourceExhausted,
     RowOutOfRange,
@@ -27,8 +26,9 @@ from treadle.contract import (
     Windows,
 )
 from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.dataplane.admission import Reason, Verdict, refusal
+from treadle.dataplane.extension import native_module
 from treadle.dataplane.faults import Fault, error_of
-from treadle.dataplane.queue import native_module
 from treadle.dataplane.socket import numeric_address, token_digest
 from treadle.kernels import HashPlan
 from treadle.kernels.arguments import check_tokens, check_windows
@@ -40,11 +40,12 @@ _RETRY_SECONDS = 0.01  # when a place among the requests in flight is likely to 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RemoteLayer:
-    """A table that others hold. plan: to hash here, which a spread table needs; None: owners hash."""
+    """A table that others hold. columns: rows of a token; plan: to hash here, which a spread table needs; None: owners hash."""
 
     number: int
     row_count: int
     row_bytes: int
+    columns: int
     plan: HashPlan | None = None
 
 
@@ -124,15 +125,13 @@ class RemoteTicket:
         self._native.close()
 
     def _error(self) -> TreadleError:
-        fault, finish_ns, retry_ns = self._native.fault, self._native.predicted_finish_ns, self._native.retry_ns
-        if fault == Fault.NOT_FOUND:
+        native = self._native
+        if native.fault == Fault.NOT_FOUND:
             return Unavailable("lookup: no owner has this version any more; open the model again")
-        if fault == Fault.REFUSED and finish_ns:
-            seconds = (finish_ns - self.submitted_ns) / 1e9
-            return DeadlineExceeded(f"lookup: refused, it would be there after {seconds:.6f} s, past its deadline", seconds)
-        if fault == Fault.REFUSED:
-            return ResourceExhausted("lookup: the owner has no room for it now", max(_RETRY_SECONDS, retry_ns / 1e9))
-        return error_of(fault, "lookup")
+        if native.fault == Fault.REFUSED and native.reason:
+            verdict = Verdict(Fault.REFUSED, native.predicted_finish_ns, native.retry_after_ns, Reason(native.reason))
+            return refusal(verdict, "lookup at its owner", self.submitted_ns, self.deadline.at_ns)
+        return error_of(native.fault, "lookup")
 
 
 class RemoteRows:
@@ -176,26 +175,29 @@ class RemoteRows:
         self._native.set_routes([self._checked(number, route) for number, route in routes.items()])
 
     def submit_lookup(
-        self, windows: Windows, outs: Mapping[int, NDArray[np.uint8]], deadlines: Mapping[int, Deadline], give_up: Deadline
-    ) -> dict[int, RemoteTicket]:
+        self, windows: Windows, outs: Mapping[int, NDArray[np.uint8]], deadlines: Mapping[int, Deadline], give_up: Deadline,
+        *, patience_seconds: float = 0.0,
+    ) -> dict[int, RemoteTicket]:  # fmt: skip
         """Start a lookup of the layers in `deadlines`, one request to each owner; returns at once.
 
         outs:    u8 [T, C, row_bytes] by layer, C-contiguous, the tickets' until they end
         give_up: when tickets fail, whatever might still come
+        patience_seconds: owners are told deadlines so much later, so that they do not refuse rows which the caller takes late
         Raises InvalidArgument, ResourceExhausted when too much is in flight, Unavailable once closed.
         """
         wanted = sorted(deadlines, key=lambda layer: deadlines[layer])
         for number in wanted:
             self._check_lookup(number, windows, outs[number])
         layers = [(number, outs[number], deadlines[number].at_ns) for number in wanted]
-        tickets = self._native_of_this_process().submit_lookup(windows, layers, give_up.at_ns)
+        tickets = self._native_of_this_process().submit_lookup(windows, layers, _patience_ns(patience_seconds), give_up.at_ns)
         if isinstance(tickets, int):
             raise _refusal(tickets)
         return {number: RemoteTicket(ticket, deadlines[number]) for number, ticket in zip(wanted, tickets, strict=True)}
 
     def submit_gather(
-        self, layer: int, rows: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline, give_up: Deadline
-    ) -> RemoteTicket:
+        self, layer: int, rows: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline, give_up: Deadline, *,
+        patience_seconds: float = 0.0,
+    ) -> RemoteTicket:  # fmt: skip
         """Start a gather by id; returns at once. rows: [...] int64; out: u8 [..., row_bytes]. Errors as above, and RowOutOfRange."""
         known = self._layer(layer)
         if rows.dtype != np.int64 or not rows.flags.c_contiguous:
@@ -204,7 +206,9 @@ class RemoteRows:
         if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= known.row_count):
             place = int(np.argmax((rows < 0) | (rows >= known.row_count)))
             raise RowOutOfRange(f"rows[{place}] is {int(rows.flat[place])}; the table has rows 0 to {known.row_count - 1}")
-        tickets = self._native_of_this_process().submit_gather(layer, rows, out, deadline.at_ns, give_up.at_ns)
+        tickets = self._native_of_this_process().submit_gather(
+            layer, rows, out, deadline.at_ns, _patience_ns(patience_seconds), give_up.at_ns
+        )
         if isinstance(tickets, int):
             raise _refusal(tickets)
         return RemoteTicket(tickets[0], deadline)
@@ -225,8 +229,7 @@ class RemoteRows:
 
     def _check_lookup(self, number: int, windows: Windows, out: NDArray[np.uint8]) -> None:
         known = self._layer(number)
-        columns = out.shape[1] if out.ndim == 3 else 0
-        _check_out(out, (windows.token_count, columns if known.plan is None else known.plan.columns, known.row_bytes))
+        _check_out(out, (windows.token_count, known.columns, known.row_bytes))
         if known.plan is not None and windows.token_count:
             check_windows(known.plan, windows)
             check_tokens(known.plan, windows)
@@ -285,6 +288,12 @@ def _refusal(fault: int) -> TreadleError:
     if fault == Fault.REFUSED:
         return ResourceExhausted("lookup: too many are in flight in this process", _RETRY_SECONDS)
     return Unavailable("lookup: the rows were closed")
+
+
+def _patience_ns(seconds: float) -> int:
+    if not 0 <= seconds <= WAIT_SECONDS_MAX:
+        raise InvalidArgument(f"patience_seconds: 0 to {WAIT_SECONDS_MAX}, got {seconds}")
+    return round(seconds * 1e9)
 
 
 def _check_out(out: NDArray[np.uint8], shape: tuple[int, ...]) -> None:

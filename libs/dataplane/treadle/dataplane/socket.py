@@ -14,7 +14,7 @@ import socket
 import stat
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, InvalidArgument, ResourceExhausted, Unavailable
+from treadle.dataplane.extension import native_module
 from treadle.dataplane.faults import error_of
-from treadle.dataplane.queue import DeadlineQueue, native_module
+from treadle.dataplane.queue import DeadlineQueue
 from treadle.dataplane.versions import Versions
 
 CONNECTIONS_MAX = 4096  # of one server, a thread each
@@ -43,7 +44,7 @@ class SocketServer:
     """Serves `versions` on TCP and Unix sockets; rows are gathered by `queue`. Close it before the queue.
 
     listen:          host:port (port 0 takes a free one) or unix:PATH; a host beyond loopback needs tokens
-    tokens:          sha256 of each token -> index of its tenant; empty: nobody is asked for one
+    queue:           its tenants say which tokens are known; none: nobody is asked for one
     connections_max: at once, 1 to CONNECTIONS_MAX; more are turned away
     reply_bytes_max: of all replies in the works together; requests beyond it are refused
     idle_seconds:    a connection without a request for so long is closed
@@ -54,19 +55,18 @@ class SocketServer:
     """
 
     def __init__(
-        self, queue: DeadlineQueue, versions: Versions, listen: Sequence[str], *, tokens: Mapping[bytes, int] | None = None,
+        self, queue: DeadlineQueue, versions: Versions, listen: Sequence[str], *,
         connections_max: int = 64, reply_bytes_max: int = REPLY_BYTES_MAX, idle_seconds: float = 600.0, stall_seconds: float = 5.0,
     ) -> None:  # fmt: skip
         if not 1 <= connections_max <= CONNECTIONS_MAX:
             raise InvalidArgument(f"connections_max: 1 to {CONNECTIONS_MAX}, got {connections_max}")
         if reply_bytes_max < 1 or not 0 < stall_seconds <= 3600 or not 0 < idle_seconds <= 86400:
             raise InvalidArgument("reply_bytes_max is >= 1, stall_seconds 0 to 3600, idle_seconds 0 to 86400")
-        known = [(digest, tenant) for digest, tenant in (tokens or {}).items()]
         self._paths: list[Path] = []
         with contextlib.ExitStack() as made:
-            sockets = [made.enter_context(self._listener(address, tokens=bool(known))) for address in listen]
+            sockets = [made.enter_context(self._listener(address, tokens=bool(queue.tenants.tokens))) for address in listen]
             self.addresses = tuple(_name(each) for each in sockets)
-            arguments = (queue.native_engine(), versions.native, [each.fileno() for each in sockets], known)
+            arguments = (queue.native_engine(), versions.native, [each.fileno() for each in sockets])
             try:
                 self._native: Any = native_module().SocketServer(
                     *arguments, connections_max, reply_bytes_max, idle_seconds, stall_seconds
