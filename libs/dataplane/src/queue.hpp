@@ -37,7 +37,8 @@ public:
     }
 
     // Refused: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
-    Verdict submit(const TicketRef& ticket) {
+    // wake: false for a thread that goes on to `claim_now`, which wakes the others for what it leaves
+    Verdict submit(const TicketRef& ticket, bool wake = true) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
         if (!closed_ && !empty && order_.size() >= tickets_max_) return {Fault::refused};
@@ -50,7 +51,7 @@ public:
             return {};
         }
         order_.insert(ticket);
-        const bool wake = sleeping_ > 0;
+        wake = wake && sleeping_ > 0;
         lock.unlock();
         if (wake) work_.notify_one();
         return {};
@@ -62,13 +63,13 @@ public:
         ++sleeping_;
         work_.wait(lock, [this] { return closed_ || !order_.empty(); });
         --sleeping_;
-        if (order_.empty()) return std::nullopt;
-        Claim claim = claim_earliest();
-        // Each woken worker wakes the next, so that submit pays for one wake-up whatever the number of workers.
-        const bool wake = !order_.empty() && sleeping_ > 0;
-        lock.unlock();
-        if (wake) work_.notify_one();
-        return claim;
+        return claim_and_wake(lock);
+    }
+
+    // As `claim`, without sleeping: for a thread that works on pieces while it has nothing else to do.
+    std::optional<Claim> claim_now() {
+        std::unique_lock lock(mutex_);
+        return claim_and_wake(lock);
     }
 
     // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
@@ -132,6 +133,16 @@ private:
             return a->deadline_ns != b->deadline_ns ? a->deadline_ns < b->deadline_ns : a->sequence < b->sequence;
         }
     };
+
+    std::optional<Claim> claim_and_wake(std::unique_lock<std::mutex>& lock) {
+        if (order_.empty()) return std::nullopt;
+        Claim claim = claim_earliest();
+        // Each woken worker wakes the next, so that submit pays for one wake-up whatever the number of workers.
+        const bool wake = !order_.empty() && sleeping_ > 0;
+        lock.unlock();
+        if (wake) work_.notify_one();
+        return claim;
+    }
 
     Claim claim_earliest() {
         const auto earliest = order_.begin();
