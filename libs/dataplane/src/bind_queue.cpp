@@ -1,75 +1,14 @@
-// Python's door to queue, workers and tickets: holds checked arrays while a job may use them, drops the GIL to wait.
-#include <unistd.h>
-
-#include <chrono>
+// Python's door to the queue and its tickets: holds checked arrays while a job may use them, drops the GIL to wait.
 #include <optional>
-#include <thread>
 
-#include "bindings.hpp"
+#include "engine.hpp"
 #include "jobs.hpp"
-#include "workers.hpp"
 
 namespace treadle::dataplane {
 namespace {
 
-struct Engine {
-    Engine(int worker_count, size_t tickets_max, int64_t piece_rows)
-        : piece_rows(piece_rows), queue(tickets_max, worker_count), workers(queue, worker_count) {}
-
-    void let_go_of_finished() {
-        for (const TicketRef& ticket : queue.take_finished()) ticket->arrays.reset();
-    }
-
-    py::dict stats() {
-        let_go_of_finished();
-        const Counters now = queue.counters();
-        py::dict counters;
-        counters["tickets_total"] = now.tickets_total;
-        counters["pieces_total"] = now.pieces_total;
-        counters["queued"] = now.queued;
-        counters["busy_seconds"] = static_cast<double>(now.busy_ns) / 1e9;
-        return counters;
-    }
-
-    // Returns when no thread of Python is on its way out of a wait any more: one that asked for the GIL while the
-    // interpreter ends would abort the process.
-    void close() {
-        {
-            const py::gil_scoped_release nogil;
-            workers.join();
-        }
-        while (waiters > 0) {
-            const py::gil_scoped_release nogil;
-            std::this_thread::sleep_for(std::chrono::microseconds(100));
-        }
-        let_go_of_finished();
-    }
-
-    void wait_without_gil(Ticket& ticket, int64_t until_ns) {
-        ++waiters;
-        {
-            const py::gil_scoped_release nogil;
-            ticket.wait_until(until_ns);
-        }
-        --waiters;
-    }
-
-    const int64_t piece_rows;
-    Queue queue;
-    Workers workers;
-    int waiters = 0;  // threads of Python inside a wait; guarded by the GIL
-};
-
-// A forked child has the memory of the threads but not the threads: joining them would never end, so it leaks them.
-std::shared_ptr<Engine> make_engine(int workers, size_t tickets_max, int64_t piece_rows) {
-    const pid_t made_in = ::getpid();
-    return {new Engine(workers, tickets_max, piece_rows), [made_in](Engine* engine) {
-                if (::getpid() == made_in) delete engine;
-            }};
-}
-
 struct TicketDoor {
-    std::shared_ptr<Engine> engine;
+    EngineRef engine;
     TicketRef ticket;
     int64_t rows_per_unit;
 
@@ -99,14 +38,14 @@ struct TicketDoor {
     }
 };
 
-std::optional<TicketDoor> submit(const std::shared_ptr<Engine>& engine, Job job, int64_t rows_per_unit, int64_t deadline_ns, py::tuple arrays) {
+std::optional<TicketDoor> submit(const EngineRef& engine, Job job, int64_t rows_per_unit, int64_t deadline_ns, py::tuple arrays) {
     engine->let_go_of_finished();
     const auto ticket = std::make_shared<Ticket>(std::move(job), deadline_ns, hold(std::move(arrays)));
     if (!engine->queue.submit(ticket)) return std::nullopt;
     return TicketDoor{engine, ticket, rows_per_unit};
 }
 
-std::optional<TicketDoor> submit_lookup(const std::shared_ptr<Engine>& engine, const py::object& plan, const py::object& table,
+std::optional<TicketDoor> submit_lookup(const EngineRef& engine, const py::object& plan, const py::object& table,
                                         const py::object& windows, const py::object& out, int64_t deadline_ns) {
     auto* filled = static_cast<std::byte*>(borrow<uint8_t>(out, "out").mutable_data());
     const auto view = view_of_plan(plan);
@@ -114,7 +53,7 @@ std::optional<TicketDoor> submit_lookup(const std::shared_ptr<Engine>& engine, c
     return submit(engine, std::move(job), int64_t{view.order_count} * view.heads, deadline_ns, py::make_tuple(plan, table, windows, out));
 }
 
-std::optional<TicketDoor> submit_gather(const std::shared_ptr<Engine>& engine, const py::object& table, const py::object& rows,
+std::optional<TicketDoor> submit_gather(const EngineRef& engine, const py::object& table, const py::object& rows,
                                         const py::object& out, int64_t deadline_ns) {
     const py::array ids = borrow<int64_t>(rows, "rows");
     auto* filled = static_cast<std::byte*>(borrow<uint8_t>(out, "out").mutable_data());
@@ -136,7 +75,7 @@ void bind_queue(py::module_& module) {
         .def("cancel", &TicketDoor::cancel)
         .def("fileno", [](const TicketDoor& door) { return door.ticket->event_fd(); })
         .def("close", [](const TicketDoor& door) { door.ticket->close_event_fd(); });
-    py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+    py::class_<Engine, EngineRef>(module, "Engine")
         .def(py::init(&make_engine))
         .def("submit_lookup", &submit_lookup)
         .def("submit_gather", &submit_gather)

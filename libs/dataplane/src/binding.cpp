@@ -24,4 +24,5 @@ PYBIND11_MODULE(_native, module) {
     py::register_exception_translator(raise_os_error);
     bind_rows(module);
     bind_queue(module);
+    bind_versions(module);
 }

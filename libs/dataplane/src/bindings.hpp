@@ -54,7 +54,7 @@ inline kernels::HashPlanView view_of_plan(const py::object& plan) {
     view.eos = plan.attr("eos").cast<int64_t>();
     const py::object token_map = plan.attr("token_map");
     view.token_map = pointer<int32_t>(token_map, "token_map");
-    view.token_map_size = token_map.is_none() ? 0 : static_cast<int64_t>(py::len(token_map));
+    view.token_map_size = plan.attr("token_limit").cast<int64_t>();
     return view;
 }
 
@@ -85,5 +85,6 @@ inline RowStoreRef rows_of(const py::object& table) {
 
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
+void bind_versions(py::module_& module);
 
 }  // namespace treadle::dataplane

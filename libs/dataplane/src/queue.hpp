@@ -72,6 +72,13 @@ public:
         return claim_and_wake(lock);
     }
 
+    // The next piece, for a thread that has something else to do where there is none.
+    std::optional<Claim> try_claim() {
+        std::lock_guard lock(mutex_);
+        if (order_.empty()) return std::nullopt;
+        return claim_earliest();
+    }
+
     // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
     void finish(const Claim& claim, int64_t busy_ns, Fault fault = Fault::none) {
         Ticket& ticket = *claim.ticket;
@@ -86,7 +93,7 @@ public:
         }
         const bool claimed_wholly = ticket.next_unit == ticket.job.units;
         if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;
-        finished_.push_back(claim.ticket);
+        remember(claim.ticket);
         lock.unlock();
         ticket.end(ticket.fault != Fault::none ? State::failed : claimed_wholly ? State::complete : State::cancelled);
     }
@@ -112,7 +119,7 @@ public:
         work_.notify_all();
     }
 
-    // Tickets that have ended since the last call: their arrays may go, on the caller's thread.
+    // Tickets with arrays that have ended since the last call: those may go, on the caller's thread.
     std::vector<TicketRef> take_finished() {
         std::lock_guard lock(mutex_);
         std::vector<TicketRef> taken(std::make_move_iterator(finished_.begin()), std::make_move_iterator(finished_.end()));
@@ -156,10 +163,14 @@ private:
         return claim;
     }
 
+    void remember(const TicketRef& ticket) {
+        if (ticket->arrays) finished_.push_back(ticket);
+    }
+
     void end_stopped(const TicketRef& ticket, std::unique_lock<std::mutex>& lock) {
         ticket->stopped = true;
         const bool idle = ticket->pieces_in_flight == 0;
-        if (idle) finished_.push_back(ticket);
+        if (idle) remember(ticket);
         lock.unlock();
         if (idle) ticket->end(State::cancelled);
     }

@@ -68,7 +68,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=self._doors(),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -143,8 +143,11 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining,
+            draining=pool.draining, doors=self._doors(),
         )  # fmt: skip
+
+    def _doors(self) -> list[pb.Door]:
+        return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline

@@ -49,6 +49,10 @@ class Settings(ServerSettings):
     """Most calls in progress at once, holds included; more are refused with RESOURCE_EXHAUSTED."""
     compute_threads: int = 3
     """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
+    door_threads: int = 2
+    """Threads that gather for requests at the native doors."""
+    door_requests_max: int = 1024
+    """Most requests at the native doors that wait for a thread; more are refused."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -62,6 +66,8 @@ class Settings(ServerSettings):
             raise WrongSetting(f"versions_kept_max is 0 to 64, got {self.versions_kept_max}")
         if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
+        if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
+            raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         if not 0 <= self.reap_grace_seconds <= 3600:
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:

@@ -36,6 +36,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Doors
 from engram_pool.domain.room import LIST_BYTES_MAX
 from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
@@ -316,12 +317,13 @@ async def _serve(
     default_folder: Path, *, folder: Path | None = None, table_bytes_max: int = 0, watchers_max: int = 4, gathers_max: int = 8,
     list_bytes_max: int = LIST_BYTES_MAX, keep_segments: bool = True, checksums: bool = True, checkpoint_dir: Path | None = None,
     holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0, versions_kept_max: int = 2,
+    doors: Doors | None = None,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
     pool = Pool(
         store, compute, meters, table_bytes_max=table_bytes_max, watchers_max=watchers_max, list_bytes_max=list_bytes_max,
-        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds, versions_kept_max=versions_kept_max,
+        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds, versions_kept_max=versions_kept_max, doors=doors,
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir),

@@ -13,5 +13,9 @@ from treadle.dataplane.queue import (
     Implementation,
     Ticket,
 )
+from treadle.dataplane.versions import ServedLayer, Versions
 
-__all__ = ["IMPLEMENTATION", "PIECE_ROWS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "Ticket"]
+__all__ = [
+    "IMPLEMENTATION", "PIECE_ROWS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "ServedLayer", "Ticket",
+    "Versions",
+]  # fmt: skip

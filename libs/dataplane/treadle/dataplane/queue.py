@@ -79,6 +79,15 @@ _NATIVE = _native()
 IMPLEMENTATION: Implementation = "python" if _NATIVE is None else "native"
 
 
+def native_module() -> Any:
+    """The extension module. Raises Unavailable where it was not built, or was left out by TREADLE_DATAPLANE=python."""
+    if _NATIVE is None:
+        raise Unavailable(
+            "dataplane: the native extension is not there; build it with a C++20 compiler, or unset TREADLE_DATAPLANE"
+        )
+    return _NATIVE
+
+
 class DeadlineQueue:
     """Runs lookups and gathers on worker threads, earliest deadline first. A context manager; close it in the end.
 
@@ -143,6 +152,13 @@ class DeadlineQueue:
         """Counters: tickets_total, pieces_total, queued (tickets with pieces left), busy_seconds (summed over the workers)."""
         self.check_process()
         return self._engine.stats()
+
+    def native_engine(self) -> Any:
+        """The native queue, for doors that submit to it from threads of their own. Raises Unavailable for a `python` queue."""
+        engine = self._open_engine()
+        if isinstance(engine, fallback.Engine):
+            raise Unavailable("queue: a native one is needed here; build the extension, or unset TREADLE_DATAPLANE")
+        return engine
 
     def close(self) -> None:
         """Cancel what is queued, wait for the pieces in flight, join the threads. A second call does nothing."""
@@ -257,11 +273,7 @@ class Ticket:
 def _make_engine(implementation: Implementation, workers: int, tickets_max: int, piece_rows: int) -> _Engine:
     if implementation == "python":
         return fallback.Engine(workers, tickets_max, piece_rows)
-    if _NATIVE is None:
-        raise Unavailable(
-            "dataplane: the native extension is not there; build it with a C++20 compiler, or unset TREADLE_DATAPLANE"
-        )
-    engine: _Engine = _NATIVE.Engine(workers, tickets_max, piece_rows)
+    engine: _Engine = native_module().Engine(workers, tickets_max, piece_rows)
     return engine
 
 

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -124,17 +124,19 @@ class SegmentFolder:
         """Processes that hold each version, this one not counted."""
         return count_readers([stored.lock_path for stored in versions])
 
-    def delete(self, stored: StoredVersion) -> bool:
-        """Unmap and delete a version; False, and nothing done, while a reader holds its lock."""
+    def delete(self, stored: StoredVersion, let_go: Callable[[], bool]) -> bool:
+        """Unmap and delete a version; False, and nothing done, while a reader holds its lock or `let_go` says no."""
         try:
             with locked_alone(stored.lock_path) as alone:
-                if not alone:
+                if not alone or not let_go():
                     return False
                 # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
                 trash = self._moved(stored.lock_path.parent, REMOVING)
                 self.release(stored)
                 shutil.rmtree(trash, ignore_errors=True)  # what is left is swept at the next start
         except FileNotFoundError:  # somebody deleted the files; the mapping is all that is left
+            if not let_go():
+                return False
             self.release(stored)
         self._tidy(stored.model.name)
         return True

@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import Meters, SetAside, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.ports import Door, Doors, Meters, NoDoors, SetAside, Staging, Standing, StoredVersion, VersionStore
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
@@ -25,6 +26,7 @@ from treadle.contract import DataLoss, EngramModel, InvalidArgument, Unavailable
 log = logging.getLogger("engram_pool")
 READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
 READERS_POLL_SECONDS = 0.05
+REQUESTS_END_SECONDS = 2.0  # how long requests at a native door may keep a version that is to be deleted; else it is tried again
 WORK_ENDS_SECONDS = 30.0  # at the end, how long cancelled calls may take to clean up after themselves
 
 
@@ -60,8 +62,10 @@ class Pool:
         versions_kept_max: int = VERSIONS_KEPT_MAX,
         reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
+        doors: Doors | None = None,
     ) -> None:
         self.draining = False
+        self._doors: Doors = doors or NoDoors()
         self._store, self._compute, self._meters = store, compute, meters
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
@@ -100,6 +104,7 @@ class Pool:
     async def drain(self) -> None:
         """Refuse new work from now on and end watches and loads."""
         self.draining = True
+        self._doors.drain()
         await self._announce()
 
     async def stop(self, *, keep_segments: bool) -> None:
@@ -111,6 +116,7 @@ class Pool:
             log.error("work in progress does not end", extra={"calls": self._working})
         deadline = time.monotonic() + READERS_LEAVE_SECONDS
         async with self._change:
+            await self._compute.run(self._doors.close)  # before anything is unmapped
             left = [] if keep_segments else self._catalogue.all()
             while left := [resident for resident in left if not await self._delete(resident)]:
                 if time.monotonic() > deadline:
@@ -207,6 +213,11 @@ class Pool:
                     seen = self._generation
                 self.refuse_if_draining()
                 yield await self.listing()
+
+    @property
+    def doors(self) -> tuple[Door, ...]:
+        """Native ways to the rows, the fastest first."""
+        return tuple(self._doors.open_doors)
 
     @property
     def watchers(self) -> int:
@@ -332,7 +343,7 @@ class Pool:
 
     async def _release_unused(self) -> None:
         """Unmap versions that are off the list for good, once their last call has ended."""
-        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
+        for resident in [r for r in self._unmapping if r.calls == 0 and not self._doors.read(r.stored)]:
             self._unmapping.remove(resident)
             await self._compute.run(self._store.release, resident.stored)
 
@@ -341,9 +352,11 @@ class Pool:
             return False
         resident.closing = True  # no call begins while the thread unmaps
         try:
-            deleted = await self._compute.run(self._store.delete, resident.stored)
+            let_go = partial(self._doors.let_go, resident.stored, REQUESTS_END_SECONDS)
+            deleted = await self._compute.run(self._store.delete, resident.stored, let_go)
         except OSError:
             resident.closing = False
+            await self._compute.run(self._doors.publish, resident.stored)
             raise
         resident.closing = deleted
         if deleted:
@@ -353,12 +366,14 @@ class Pool:
     async def _take_in(self, stored: StoredVersion) -> Resident:
         pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
         resident = Resident(stored, stored.standing, page_bytes=pages)
+        await self._compute.run(self._doors.publish, stored)
         self._catalogue.add(resident)
         return resident
 
     async def _take_out_of_service(self, resident: Resident) -> None:
         self._meters.corrupt(1)
         resident.corrupt = True
+        self._doors.withdraw(resident.stored)
         if self._catalogue.get(resident.name, resident.version) is not resident:
             return
         self._catalogue.drop(resident)

@@ -188,8 +188,11 @@ class VersionStore(Protocol):
     def readers(self, versions: Sequence[StoredVersion]) -> list[int]:
         """How many processes hold each version, this one not counted."""
 
-    def delete(self, stored: StoredVersion) -> bool:
-        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does."""
+    def delete(self, stored: StoredVersion, let_go: Callable[[], bool]) -> bool:
+        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does.
+
+        let_go: asked once no other process holds it, before anything is unmapped; False: this one still reads it
+        """
 
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of every reader's way, and unmap it."""
@@ -301,3 +304,63 @@ class Meters(Protocol):
 
     def fusion_read(self, byte_count: int) -> None:
         """Bytes of fusion weights were handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A native way to the rows. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
+
+    transport: str
+    address: str
+
+
+class Doors(Protocol):
+    """Native ways to the rows of published versions, beside gRPC. Called from any thread."""
+
+    @property
+    def open_doors(self) -> Sequence[Door]:
+        """Where they are, the fastest first."""
+
+    def publish(self, stored: StoredVersion) -> None:
+        """Serve a version from now on, or again. Its segments stay mapped until it was let go."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """Take a version out of sight at once; requests that have begun read it to their end."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """True while a request reads a version that was withdrawn."""
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """Withdraw; True once no request reads it. False, and it is served on, where one still does after `seconds`."""
+
+    def drain(self) -> None:
+        """Refuse new requests as UNAVAILABLE from now on."""
+
+    def close(self) -> None:
+        """End every request and connection; nothing reads a segment afterwards."""
+
+
+class NoDoors:
+    """The Doors of a pool that has gRPC alone."""
+
+    open_doors: Sequence[Door] = ()
+
+    def publish(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """See Doors."""
+        return False
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """See Doors."""
+        return True
+
+    def drain(self) -> None:
+        """See Doors."""
+
+    def close(self) -> None:
+        """See Doors."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,27 @@ class SegmentPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Door:
+    """A native way to the rows of a pool. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
+
+    transport: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps. `card`: of a grown memory."""
+    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps.
+
+    card:  of a grown memory
+    doors: native ways to its rows, the fastest first
+    """
 
     resident: ResidentModel
     segments: tuple[SegmentPlace, ...]
     fingerprint: Mapping[str, str]
     lock_path: Path
     card: Mapping[str, Any] | None = None
+    doors: tuple[Door, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +94,7 @@ class PoolStatus:
     segment_dir: Path
     page_bytes: int
     draining: bool
+    doors: tuple[Door, ...] = ()
 
 
 def resident_model(message: pb.Model) -> ResidentModel:
@@ -97,8 +111,13 @@ def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
         SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
     )
     return OpenedModel(
-        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json)
-    )
+        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
+        _doors(message.doors),
+    )  # fmt: skip
+
+
+def _doors(messages: Iterable[pb.Door]) -> tuple[Door, ...]:
+    return tuple(Door(message.transport, message.address) for message in messages)
 
 
 def promoted(message: pb.PromoteModelResponse) -> Promoted:
@@ -135,7 +154,7 @@ def pool_status(message: pb.StatusResponse) -> PoolStatus:
     """Read one."""
     return PoolStatus(
         message.build_version, message.proto_version, message.pid, message.table_bytes, message.table_bytes_max,
-        Path(message.segment_dir), message.page_bytes, message.draining,
+        Path(message.segment_dir), message.page_bytes, message.draining, _doors(message.doors),
     )  # fmt: skip
 
 
