@@ -25,4 +25,5 @@ PYBIND11_MODULE(_native, module) {
     bind_rows(module);
     bind_queue(module);
     bind_versions(module);
+    bind_ring(module);
 }

@@ -37,7 +37,7 @@ public:
     }
 
     // Refused: the queue is full. After close() the ticket is taken and cancelled, as if it had come just before.
-    // wake: false for a thread that goes on to `claim_now`, which wakes the others for what it leaves
+    // wake: false for a thread that goes on to `try_claim`, which wakes the others for what it leaves
     Verdict submit(const TicketRef& ticket, bool wake = true) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
@@ -66,17 +66,10 @@ public:
         return claim_and_wake(lock);
     }
 
-    // As `claim`, without sleeping: for a thread that works on pieces while it has nothing else to do.
-    std::optional<Claim> claim_now() {
-        std::unique_lock lock(mutex_);
-        return claim_and_wake(lock);
-    }
-
     // The next piece, for a thread that has something else to do where there is none.
     std::optional<Claim> try_claim() {
-        std::lock_guard lock(mutex_);
-        if (order_.empty()) return std::nullopt;
-        return claim_earliest();
+        std::unique_lock lock(mutex_);
+        return claim_and_wake(lock);
     }
 
     // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.

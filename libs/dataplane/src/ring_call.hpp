@@ -30,6 +30,12 @@ public:
         if (slot_ >= 0) client_->abandon(slot_, std::move(in_), std::move(target_.block));
     }
 
+    // Before it was rung for: as if it had never been.
+    void withdraw() {
+        client_->give_slot(std::exchange(slot_, -1));
+        answer_.fault = static_cast<int64_t>(Fault::unavailable);
+    }
+
     // Nothing more is written to the rows; what the answer says holds from here on.
     bool ended() {
         if (slot_ < 0) return true;

@@ -145,7 +145,7 @@ private:
 
     // One piece, if there is one: a wake-up of another thread would take as long as a small request itself.
     bool work() noexcept {
-        const auto claim = queue_.claim_now();
+        const auto claim = queue_.try_claim();
         if (!claim) return false;
         const int64_t start = now_ns();
         const Fault fault = claim->ticket->job.run(claim->first, claim->last);
