@@ -20,7 +20,7 @@
 namespace treadle::dataplane::ring {
 
 struct Limits {
-    int clients_max = 64;                 // connections at once, those that have not said hello yet included
+    int clients_max = 64;
     size_t arena_bytes_max = 64u << 20;   // of one client; pages are taken as they are touched
     std::vector<uint32_t> users;          // who may come beside our own user and root
 };
@@ -30,6 +30,7 @@ struct Bearer {
     int32_t tenant;
 };
 
+inline constexpr int GREETED_MAX = 16;  // connections beside the clients, while they are greeted or told that there is no place
 inline constexpr int64_t HELLO_NS_MAX = 2'000'000'000;  // how long a client may be connected without a word
 inline constexpr int EVENTS_MAX = 64;
 
@@ -161,10 +162,7 @@ private:
         while (true) {
             Descriptor socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
             if (socket.get() < 0) return;
-            if (static_cast<int>(guests_.size()) >= limits_.clients_max) {
-                send_welcome(socket.get(), Fault::refused, 0, {});
-                continue;
-            }
+            if (silent_ >= GREETED_MAX) continue;
             const uint64_t key = next_key_;
             next_key_ += 2;
             if (!watch(socket.get(), key, EPOLLIN | EPOLLRDHUP)) continue;
@@ -199,6 +197,10 @@ private:
         int32_t tenant = 0;
         Fault fault = hello.protocol == PROTOCOL ? admit(guest.socket.get(), hello, tenant) : Fault::mismatch;
         const size_t bytes = hello.arena_bytes == 0 ? limits_.arena_bytes_max : hello.arena_bytes;
+        if (fault == Fault::none && clients() >= limits_.clients_max) {
+            send_welcome(guest.socket.get(), Fault::refused, 0, {});
+            return false;
+        }
         if (fault == Fault::none && (bytes > limits_.arena_bytes_max || bytes % 4096 != 0)) fault = Fault::refused;
         if (fault != Fault::none) {
             send_welcome(guest.socket.get(), fault, limits_.arena_bytes_max, {});
