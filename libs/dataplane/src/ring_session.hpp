@@ -131,6 +131,7 @@ private:
         work->out = at(request.out_at, out_bytes);
         work->ids = at(request.in_at, static_cast<uint64_t>(request.count) * sizeof(int64_t));
         work->rows_per_unit = columns;
+        piece_rows = piece_rows_of(*work->layer->rows, piece_rows);
         if (work->out == nullptr || work->ids == nullptr) return Fault::invalid;
         if (hashed) {
             if (const Fault fault = copy_windows(request, *work); fault != Fault::none) return fault;
