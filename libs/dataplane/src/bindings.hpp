@@ -96,6 +96,7 @@ inline std::vector<RowRange> ranges_of(const py::object& held) {
 
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
+void bind_tenants(py::module_& module);
 void bind_versions(py::module_& module);
 void bind_ring(py::module_& module);
 void bind_cache(py::module_& module);

@@ -100,8 +100,7 @@ private:
         Fault fault = prepare(request, versions, piece_rows, work, job);
         Verdict verdict{fault};
         if (fault == Fault::none) {
-            const auto ticket = std::make_shared<Ticket>(std::move(job), request.deadline_ns, nullptr);
-            ticket->tenant = tenant;
+            const auto ticket = std::make_shared<Ticket>(std::move(job), request.deadline_ns, nullptr, tenant);
             ticket->on_end = [session = shared_from_this(), work, slot](const Ticket& ended) { session->ended(ended, *work, slot); };
             {
                 std::lock_guard lock(mutex_);
@@ -131,14 +130,16 @@ private:
         work->out = at(request.out_at, out_bytes);
         work->ids = at(request.in_at, static_cast<uint64_t>(request.count) * sizeof(int64_t));
         work->rows_per_unit = columns;
-        piece_rows = piece_rows_of(*work->layer->rows, piece_rows);
+        const RowStore& table = *work->layer->rows;
+        piece_rows = piece_rows_of(table, piece_rows);
         if (work->out == nullptr || work->ids == nullptr) return Fault::invalid;
         if (hashed) {
             if (const Fault fault = copy_windows(request, *work); fault != Fault::none) return fault;
             job = {[work](int64_t first, int64_t last) { return look_up(*work, first, last); }, request.count,
-                   std::max<int64_t>(1, piece_rows / columns)};
+                   std::max<int64_t>(1, piece_rows / columns), columns, table.row_bytes, table.tier};
         } else {
-            job = {[work](int64_t first, int64_t last) { return gather(*work, first, last); }, request.count, piece_rows};
+            job = {[work](int64_t first, int64_t last) { return gather(*work, first, last); }, request.count, piece_rows, 1,
+                   table.row_bytes, table.tier};
         }
         return Fault::none;
     }

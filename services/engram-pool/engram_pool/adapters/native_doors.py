@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from engram_pool.domain.ports import Door, Doors, NoDoors, StoredVersion
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Versions
 from treadle.kernels import HashPlan
@@ -36,7 +38,8 @@ class NativeDoors:
         layers = []
         for number, segment in stored.segments.items():
             plan = HashPlan.from_model(stored.model, number, segment.token_map)
-            layers.append(ServedLayer(number, plan, segment.rows))
+            held = None if segment.held is None else np.array(segment.held or [(0, 0)], dtype=np.int64)  # none: an empty range
+            layers.append(ServedLayer(number, plan, segment.rows, held))
         self.versions.publish(stored.version, stored.model.fingerprint.digest, layers)
 
     def withdraw(self, stored: StoredVersion) -> None:

@@ -17,6 +17,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_pool.adapters.chunk_files import restore_chunk
 from engram_pool.adapters.host_memory import file_system_type, free_bytes, is_memory
 from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
@@ -51,6 +55,7 @@ class SegmentFolder:
             raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
         self._pool_lock = lock
         self._left: set[Path] = set()  # versions that `adopt` left as they were
+        self._superseded: list[Path] = []
         self.in_memory = is_memory(self.folder)
 
     def left_bytes(self) -> int:
@@ -141,6 +146,21 @@ class SegmentFolder:
         self._tidy(stored.model.name)
         return True
 
+    def supersede(self, stored: StoredVersion) -> None:
+        """Take a version out of sight before it is put in place anew; its readers keep it until they let go."""
+        self._superseded.append(self._moved(stored.lock_path.parent, REMOVING))
+
+    def sweep_superseded(self) -> None:
+        """Delete what was superseded and nobody reads any more."""
+        self._superseded = [path for path in self._superseded if not self._remove_unless_read(path)]
+
+    def restore_chunk(self, stored: StoredVersion, layer: int, chunk: int, data: NDArray[np.uint8]) -> None:
+        """Write a chunk's own bytes again where they lie; every process that maps them sees them.
+
+        Raises DataLoss if the file is another one than is mapped, or shorter.
+        """
+        restore_chunk(stored.segments[layer], chunk, data)
+
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of sight; it stays mapped until `release`."""
         self._move_aside(stored.lock_path.parent)
@@ -182,6 +202,8 @@ class SegmentFolder:
             if checksums and stored.standing is not Standing.REMOVED:
                 for segment in stored.segments.values():
                     segment.verify()
+                if stored.fusion is not None:
+                    stored.fusion.verify()
         except BaseException:
             self.release(stored)
             raise
