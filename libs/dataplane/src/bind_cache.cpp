@@ -87,6 +87,11 @@ void bind_cache(py::module_& module) {
         .def_property_readonly("fd", &hot::Cache::fd)
         .def_property_readonly("row_bytes", &hot::Cache::row_bytes)
         .def("enter", &enter)
+        .def("find",
+             [](const hot::Cache& cache, const py::bytes& version, int64_t layer) {
+                 const hot::Table table = cache.find(digest_of(version), layer);
+                 return TableTuple{table.slot, table.tag};
+             })
         .def("retire", [](hot::Cache& cache, TableTuple table) { cache.retire({table.first, table.second}); }, py::call_guard<py::gil_scoped_release>())
         .def("probe", &probe_as_writer)
         .def("insert", &insert)

@@ -191,8 +191,11 @@ void bind_client(py::module_& module) {
         .def_property_readonly("submitted_ns", [](const CallDoor& door) { return door.call->submitted_ns; })
         .def_property_readonly("started_ns", [](CallDoor& door) { return door.ended() ? door.call->answer().started_ns : 0; })
         .def_property_readonly("finished_ns", [](CallDoor& door) { return door.ended() ? door.call->answer().finished_ns : 0; })
-        .def_property_readonly("predicted_finish_ns", [](CallDoor& door) { return door.ended() ? door.call->answer().predicted_finish_ns : 0; })
-        .def_property_readonly("retry_after_ns", [](CallDoor& door) { return door.ended() ? door.call->answer().retry_after_ns : 0; })
+        .def("refusal",
+             [](CallDoor& door) {  // predicted_finish_ns, retry_after_ns, reason
+                 const ring::Answer& answer = door.call->answer();
+                 return std::tuple<int64_t, int64_t, int64_t>{answer.predicted_finish_ns, answer.retry_after_ns, answer.reason};
+             })
         .def_property_readonly("ended", &CallDoor::ended)
         .def_property_readonly("complete", [](CallDoor& door) { return door.ended() && door.call->complete(); })
         .def_property_readonly("fault", [](CallDoor& door) { return static_cast<int>(door.ended() ? door.call->fault() : Fault::none); })

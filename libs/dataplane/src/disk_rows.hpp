@@ -73,7 +73,7 @@ public:
 
     // Reads all runs of a file, on these threads and on the caller's. False: one of them is not all there.
     bool read(int fd, const std::vector<DiskRun>& runs) {
-        Batch batch{fd, runs};
+        Batch batch(fd, runs);
         std::unique_lock lock(mutex_);
         batches_.push_back(&batch);
         if (runs.size() > 1) wake_.notify_all();
@@ -85,7 +85,9 @@ public:
 private:
     // Lives on its caller's stack, until every run is done.
     struct Batch {
-        int fd;
+        Batch(int fd, const std::vector<DiskRun>& runs) : fd(fd), runs(runs) {}
+
+        const int fd;
         const std::vector<DiskRun>& runs;
         size_t next = 0, done = 0;
         bool whole = true;

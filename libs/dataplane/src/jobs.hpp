@@ -14,13 +14,6 @@
 
 namespace treadle::dataplane {
 
-inline constexpr int64_t DISK_PIECE_ROWS = 256;  // a cold row takes as long as hundreds in memory
-
-// Rows of one piece: what an earlier deadline may have to wait for, wherever the table lies.
-inline int64_t piece_rows_of(const RowStore& table, int64_t piece_rows) noexcept {
-    return table.tier == Tier::disk ? std::min(piece_rows, DISK_PIECE_ROWS) : piece_rows;
-}
-
 // Units are row ids: out[i] = table[rows[i]].
 inline Job gather_job(RowStoreRef table, const int64_t* rows, int64_t count, std::byte* out, int64_t piece_rows) {
     const int64_t row_bytes = table->row_bytes;

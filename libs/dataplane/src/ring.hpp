@@ -48,7 +48,8 @@ struct Request {
 
 struct Answer {
     int64_t fault, rows_done;  // rows [0, rows_done) of `out` are there
-    int64_t predicted_finish_ns, retry_after_ns, started_ns, finished_ns;
+    int64_t predicted_finish_ns, retry_after_ns, reason;  // of a refusal
+    int64_t started_ns, finished_ns;
 };
 
 // A slot is the client's until it says SUBMITTED, the server's until it says ENDED.

@@ -94,7 +94,7 @@ public:
 
 private:
     void settle(bool answered) {
-        answer_ = answered ? client_->answer(slot_) : Answer{static_cast<int64_t>(Fault::unavailable), 0, 0, 0, 0, now_ns()};
+        answer_ = answered ? client_->answer(slot_) : Answer{static_cast<int64_t>(Fault::unavailable), 0, 0, 0, 0, 0, now_ns()};
         answer_.rows_done = std::clamp<int64_t>(answer_.rows_done, 0, row_count_);
         if (target_.copy_to != nullptr)
             std::memcpy(target_.copy_to, target_.block->data(), static_cast<size_t>(answer_.rows_done * row_bytes_));

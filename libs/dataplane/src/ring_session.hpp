@@ -111,7 +111,8 @@ private:
             forget(slot);
         }
         tally_.refused.fetch_add(1, std::memory_order_relaxed);
-        answer(slot, {static_cast<int64_t>(verdict.fault), 0, verdict.predicted_finish_ns, verdict.retry_after_ns, 0, now_ns()});
+        answer(slot, {static_cast<int64_t>(verdict.fault), 0, verdict.predicted_finish_ns, verdict.retry_after_ns,
+                      static_cast<int64_t>(verdict.reason), 0, now_ns()});
     }
 
     Fault prepare(const Request& request, const Versions& versions, int64_t piece_rows, const WorkRef& work, Job& job) const {
@@ -131,7 +132,6 @@ private:
         work->ids = at(request.in_at, static_cast<uint64_t>(request.count) * sizeof(int64_t));
         work->rows_per_unit = columns;
         const RowStore& table = *work->layer->rows;
-        piece_rows = piece_rows_of(table, piece_rows);
         if (work->out == nullptr || work->ids == nullptr) return Fault::invalid;
         if (hashed) {
             if (const Fault fault = copy_windows(request, *work); fault != Fault::none) return fault;
@@ -215,7 +215,7 @@ private:
         tally_.rows.fetch_add(static_cast<uint64_t>(rows), std::memory_order_relaxed);
         work.version.reset();
         forget(slot);
-        answer(slot, {static_cast<int64_t>(fault), rows, 0, 0, ticket.started_ns, ticket.finished_ns});
+        answer(slot, {static_cast<int64_t>(fault), rows, 0, 0, 0, ticket.started_ns, ticket.finished_ns});
     }
 
     void answer(int slot, const Answer& answer) noexcept {

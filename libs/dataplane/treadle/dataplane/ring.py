@@ -7,6 +7,7 @@ map the tables. Who may connect is for the server: its own user, root, users it 
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, TreadleError, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.dataplane import admission as rule
 from treadle.dataplane.faults import Fault, error_of
 from treadle.dataplane.queue import DeadlineQueue, native_module
 from treadle.dataplane.versions import Versions
@@ -134,10 +136,12 @@ class RingCall:
         self._native.close()
 
     def _error(self) -> TreadleError:
-        if self._native.fault == Fault.REFUSED:
-            seconds = max(RETRY_SECONDS, self._native.retry_after_ns / 1e9)
-            return ResourceExhausted(f"ring {self._client.path}: the pool refuses: its queue is full, or it would be late", seconds)
-        return error_of(self._native.fault, f"ring {self._client.path}")
+        what = f"ring {self._client.path}"
+        predicted_ns, retry_ns, reason = self._native.refusal()
+        if self._native.fault == Fault.REFUSED and reason:
+            verdict = rule.Verdict(Fault.REFUSED, predicted_ns, retry_ns, reason)
+            return rule.refusal(verdict, what, time.monotonic_ns(), self.deadline.at_ns)
+        return error_of(self._native.fault, what)
 
 
 class RingClient:
