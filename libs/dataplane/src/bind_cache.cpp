@@ -12,13 +12,6 @@ namespace {
 
 using TableTuple = std::pair<int, uint64_t>;  // slot, tag
 
-Digest digest_of(const std::string& bytes) {
-    Digest digest;
-    if (bytes.size() != digest.size()) throw py::value_error("a digest has 32 bytes");
-    std::memcpy(digest.data(), bytes.data(), digest.size());
-    return digest;
-}
-
 // Places of the rows that are not there, int64; `out` [n, row_bytes] holds the others.
 template <typename Probe>
 py::array_t<int64_t> probe(const py::object& rows, const py::object& out, Probe&& run) {
@@ -38,7 +31,7 @@ py::array_t<int64_t> probe(const py::object& rows, const py::object& out, Probe&
 }
 
 TableTuple enter(hot::Cache& cache, const py::bytes& version, int64_t layer) {
-    const hot::Table table = cache.enter(digest_of(version), layer);
+    const hot::Table table = cache.enter(digest_of(version, "version"), layer);
     return {table.slot, table.tag};
 }
 
@@ -89,7 +82,7 @@ void bind_cache(py::module_& module) {
         .def("enter", &enter)
         .def("find",
              [](const hot::Cache& cache, const py::bytes& version, int64_t layer) {
-                 const hot::Table table = cache.find(digest_of(version), layer);
+                 const hot::Table table = cache.find(digest_of(version, "version"), layer);
                  return TableTuple{table.slot, table.tag};
              })
         .def("retire", [](hot::Cache& cache, TableTuple table) { cache.retire({table.first, table.second}); }, py::call_guard<py::gil_scoped_release>())
@@ -101,7 +94,7 @@ void bind_cache(py::module_& module) {
         .def_property_readonly("row_bytes", &hot::Reader::row_bytes)
         .def("find",
              [](const hot::Reader& reader, const py::bytes& version, int64_t layer) {
-                 const hot::Table table = reader.find(digest_of(version), layer);
+                 const hot::Table table = reader.find(digest_of(version, "version"), layer);
                  return TableTuple{table.slot, table.tag};
              })
         .def("serves", [](const hot::Reader& reader, TableTuple table) { return reader.serves({table.first, table.second}); })

@@ -18,20 +18,13 @@ using ring::Client;
 using ClientRef = std::shared_ptr<Client>;
 using LayerTuple = std::tuple<int64_t, int64_t, py::array>;  // number, deadline_ns, out
 
-Digest digest_of(const std::string& bytes) {
-    Digest digest;
-    if (bytes.size() != digest.size()) throw py::value_error("a digest has 32 bytes");
-    std::memcpy(digest.data(), bytes.data(), digest.size());
-    return digest;
-}
-
 [[noreturn]] void fail(int code, const char* what) { throw std::system_error(code, std::generic_category(), what); }
 
 std::unique_ptr<ring::Server> make_server(const EngineRef& engine, std::shared_ptr<Versions> versions, const std::string& path, int clients_max,
                                           size_t arena_bytes_max, std::vector<uint32_t> users,
                                           const std::vector<std::pair<py::bytes, int32_t>>& tokens, int hot_rows) {
     std::vector<ring::Bearer> bearers;
-    for (const auto& [token, tenant] : tokens) bearers.push_back({digest_of(token), tenant});
+    for (const auto& [token, tenant] : tokens) bearers.push_back({digest_of(token, "token"), tenant});
     return std::make_unique<ring::Server>(engine->queue, std::move(versions), engine->piece_rows, path,
                                           ring::Limits{clients_max, arena_bytes_max, std::move(users)}, std::move(bearers), hot_rows);
 }
@@ -49,7 +42,7 @@ py::dict stats_of(const ring::Server& server) {
 // A forked child has no listener to join: it leaks its copy.
 ClientRef make_client(const std::string& path, const py::bytes& token, uint64_t arena_bytes, double seconds) {
     const pid_t made_in = ::getpid();
-    const Digest digest = digest_of(token);
+    const Digest digest = digest_of(token, "token");
     const int64_t until = now_ns() + static_cast<int64_t>(seconds * 1e9);
     const py::gil_scoped_release nogil;
     return {new Client(path, digest, arena_bytes, until), [made_in](Client* client) {
@@ -143,7 +136,7 @@ struct CallDoor {
 std::vector<CallDoor> submit(const ClientRef& client, const py::bytes& version, const std::vector<LayerTuple>& layers, ring::Request request,
                              const Client::BlockRef& in) {
     if (client->lost()) fail(ENOTCONN, "ring");
-    const Digest digest = digest_of(version);
+    const Digest digest = digest_of(version, "version");
     std::memcpy(request.version.data(), digest.data(), digest.size());
     std::vector<CallDoor> doors;
     uint64_t slots = 0;

@@ -29,4 +29,5 @@ PYBIND11_MODULE(_native, module) {
     bind_ring(module);
     bind_cache(module);
     bind_disk(module);
+    bind_socket(module);
 }

@@ -6,12 +6,14 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "rows.hpp"
+#include "versions.hpp"
 #include "treadle/kernels/windows.hpp"
 
 namespace treadle::dataplane {
@@ -94,6 +96,14 @@ inline std::vector<RowRange> ranges_of(const py::object& held) {
     return ranges;
 }
 
+// A sha256.
+inline Digest digest_of(const std::string& bytes, const char* name) {
+    Digest digest;
+    if (bytes.size() != digest.size()) throw py::value_error(std::string(name) + ": 32 bytes expected");
+    std::memcpy(digest.data(), bytes.data(), digest.size());
+    return digest;
+}
+
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
 void bind_tenants(py::module_& module);
@@ -101,5 +111,6 @@ void bind_versions(py::module_& module);
 void bind_ring(py::module_& module);
 void bind_cache(py::module_& module);
 void bind_disk(py::module_& module);
+void bind_socket(py::module_& module);
 
 }  // namespace treadle::dataplane

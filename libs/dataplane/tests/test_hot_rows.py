@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from treadle.contract import DataLoss, Deadline, InvalidArgument, ResourceExhausted, RowOutOfRange
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue
 from treadle.dataplane.hot_rows import HotCaches, HotRows, HotRowsReader
-from treadle.dataplane.queue import native_module
+from treadle.dataplane.extension import native_module
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: a C++20 compiler makes it")
 

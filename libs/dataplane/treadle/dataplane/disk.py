@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Unavailable
-from treadle.dataplane.queue import native_module
+from treadle.dataplane.extension import native_module
 
 READERS_MAX = 256
 READERS = 8  # cold rows come 8 times as fast as with one, and hardly faster with more: what one NVMe device takes at once

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, InvalidArgument, ResourceExhausted
 from treadle.contract.row_layout import ROW_BYTES_MAX
-from treadle.dataplane.queue import native_module
+from treadle.dataplane.extension import native_module
 
 HOT_BYTES_MIN = 1 << 16
 HOT_BYTES_MAX = 1 << 44

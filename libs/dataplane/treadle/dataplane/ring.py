@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, TreadleError, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.dataplane import admission as rule
+from treadle.dataplane.extension import native_module
 from treadle.dataplane.faults import Fault, error_of
-from treadle.dataplane.queue import DeadlineQueue, native_module
+from treadle.dataplane.queue import DeadlineQueue
 from treadle.dataplane.versions import Versions
 
 SLOTS = 64  # requests in flight of one client, one for each layer; the same number stands in ring.hpp
