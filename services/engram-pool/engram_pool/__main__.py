@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from engram_pool.adapters.door_metrics import DoorMetrics
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
-from engram_pool.adapters.native_doors import open_native_doors
+from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
@@ -24,6 +25,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Doors
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
@@ -31,9 +33,11 @@ from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
-from treadle.chassis.server import run_service
+from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
+from treadle.dataplane import NOBODY, Tenants
+from treadle.dataplane.socket import token_digest
 from treadle.dataplane.warming import PageWarmer
 
 PROGRAM = "treadle-engram-pool"
@@ -61,6 +65,13 @@ class _Parts:
     server: EngramPoolServer
     scrubber: Scrubber
     membership: Membership
+    doors: Doors
+
+    def listen(self, settings: Settings) -> None:
+        """Open the native doors, once versions are there to be found."""
+        if isinstance(self.doors, NativeDoors):
+            limits = {"connections_max": settings.socket_connections_max, "reply_bytes_max": settings.socket_reply_bytes_max}
+            self.doors.listen(settings.socket_addresses, **limits)
 
     async def drain(self) -> None:
         """Leave the directory first: clients go elsewhere while this pool still answers."""
@@ -78,6 +89,7 @@ async def serve(settings: Settings) -> int:
     served = False  # a pool that never served deletes nothing
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        parts.listen(settings)
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
             asyncio.create_task(parts.scrubber.run_forever()),
@@ -106,10 +118,14 @@ async def serve(settings: Settings) -> int:
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> _Parts:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    tenants = Tenants(tokens={token_digest(key): NOBODY for key in read_keys(settings)})
+    doors, _ = open_native_doors(
+        workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
+    )
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
-        doors=open_native_doors(workers=settings.door_threads, tickets_max=settings.door_requests_max),
+        doors=doors,
         warmer=PageWarmer(bytes_per_second=settings.warm_bytes_per_second),
     )  # fmt: skip
     loader = Loader(
@@ -127,7 +143,8 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
         segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
-    return _Parts(pool, server, scrubber, Membership(settings, pool, directory))
+    DoorMetrics(registry, doors)
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
 
 
 def build_version() -> str:
