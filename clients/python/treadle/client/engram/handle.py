@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.client.engram.sources import FakeSource, RowSource, TableSource
+from treadle.client.engram.spread import Replica, SpreadSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
 from treadle.contract.warm_state import WarmState
@@ -36,6 +37,11 @@ class EngramHandle:
     def warm_state(self) -> WarmState:
         """Whether a row's first gather meets a page fault in this process; UNKNOWN where its tables are elsewhere."""
         return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The owners that are asked, where there are several: whether each is reachable and held, and its share of the rows."""
+        return self._source.replicas if isinstance(self._source, SpreadSource) else []
 
     @property
     def layers(self) -> tuple[int, ...]:
