@@ -67,9 +67,8 @@ public:
     template <typename Admitted>
     Verdict ask(Ticket& ticket, const Admitted& admitted, bool idle, int64_t now_ns) {
         Verdict verdict;
-        if (idle) waking_since_ = now_ns;
         if (options.admission) {
-            verdict = judge({now_ns, running_ns(now_ns), workers_}, ticket.work, admitted);
+            verdict = judge({now_ns, running_ns(now_ns) + (idle ? workers_ * wake_ns_ : 0), workers_}, ticket.work, admitted);
             if (!verdict) {
                 if (now_ns + ticket.work.span_ns <= ticket.deadline_ns) tenants->overloaded(now_ns);
                 return verdict;
@@ -78,7 +77,9 @@ public:
         }
         const int64_t work_ns = options.admission ? ticket.work.work_ns : 0;
         const Verdict taken = tenants->take(ticket.tenant, ticket.job.rows(), ticket.job.bytes(), work_ns, workers_, now_ns);
-        return taken ? verdict : Verdict{taken.fault, verdict.predicted_finish_ns, taken.retry_after_ns, taken.reason};
+        if (!taken) return {taken.fault, verdict.predicted_finish_ns, taken.retry_after_ns, taken.reason};
+        if (idle) waking_since_ = now_ns;
+        return verdict;
     }
 
     // Units [first, last) of `ticket` start; returns when they should be done.

@@ -91,10 +91,9 @@ class Admission:
     def ask(self, size: Size, work: Work, admitted: Sequence[Work], tenant: int, *, idle: bool, now_ns: int) -> Verdict:
         """Whether it may join. idle: a worker must be woken for it."""
         verdict = Verdict()
-        if idle:
-            self._waking_since_ns = now_ns
         if self.admits:
-            verdict = judge(now_ns, self._running_ns(now_ns), self._workers, work, admitted)
+            running_ns = self._running_ns(now_ns) + (self._workers * self._wake_ns if idle else 0)
+            verdict = judge(now_ns, running_ns, self._workers, work, admitted)
             if verdict.fault:
                 if now_ns + work.span_ns <= work.deadline_ns:
                     self.ledger.overloaded(now_ns)
@@ -102,6 +101,8 @@ class Admission:
         work_ns = work.work_ns if self.admits else 0
         byte_count = size.row_count * size.row_bytes
         taken: Verdict = self.ledger.take(tenant, size.row_count, byte_count, work_ns, self._workers, now_ns)
+        if idle and not taken.fault:
+            self._waking_since_ns = now_ns
         return taken._replace(predicted_finish_ns=verdict.predicted_finish_ns)
 
     def starts(self, size: Size, work: Work, units: int, now_ns: int, *, wholly: bool) -> tuple[Work, int]:
