@@ -42,6 +42,20 @@ def deadlines(
     _finish(run(Plan(seconds=2.0, table_bytes=128 << 20, refusals=300) if quick else Plan(seconds=seconds)), json, save)
 
 
+@app.command()
+def chaos(
+    quick: Quick = False,
+    json: Json = False,
+    save: Save = None,
+    kills: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    seconds: Annotated[float, typer.Option(min=1, help="Longest time.")] = 900.0,
+) -> None:
+    """Owners, pools, clients and loaders are killed under load; every row is compared. Exit code 1 where a goal is missed."""
+    from treadle_loadtests.chaos import Plan, run
+
+    _finish(run(Plan(kills=4, seconds=15.0, swap_every=3) if quick else Plan(kills=kills, seconds=seconds)), json, save)
+
+
 def _finish(report: Report, as_json: bool, save: Path | None) -> None:
     report.show(as_json=as_json)
     if save is not None:

@@ -40,6 +40,10 @@ class Counters:
         place = FIELDS.index(field)
         self._values[place] = max(int(self._values[place]), value)
 
+    def reset(self, field: str) -> None:
+        """Forget what was the largest so far."""
+        self._values[FIELDS.index(field)] = 0
+
     def use(self, version: str) -> None:
         """Remember which version is read now."""
         self._values[FIELDS.index("version_head")] = version_head(version)
