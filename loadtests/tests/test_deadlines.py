@@ -39,6 +39,7 @@ def test_a_refused_request_counts_with_the_mean_of_its_kind() -> None:
     jobs = jobs_of(seen, KINDS, 25)
     assert [job.service_ns for job in jobs] == [80, 120, 100]
     assert [job.piece_ns for job in jobs] == [20, 30, 25]
+    assert [job.service_ns for job in jobs_of(seen, KINDS, 25, usual=True)] == [100] * 3
 
 
 @needs_native

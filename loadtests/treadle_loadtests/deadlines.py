@@ -131,10 +131,14 @@ def _judge(report: Report, edf: Order, fifo: Order, alone: Sequence[Alone]) -> N
 
 
 def _late(order: Order) -> tuple[int, int]:
-    """Admitted requests that were late, and how many of them would have been late without any overhead too: too much was admitted."""
-    admitted = [(each, job) for each, job in zip(order.seen, order.jobs, strict=True) if each.finished_ns]
-    finishes = edf_finishes([job for _, job in admitted])
-    late = [done > job.deadline_ns for (each, job), done in zip(admitted, finishes, strict=True) if not each.in_time]
+    """Admitted requests that were late, and how many of them had to be: too much was admitted for the usual service times.
+
+    The others met a moment in which the machine did something else: the same requests at the mean service time of their kind
+    would all have been in time.
+    """
+    admitted = [each for each in order.seen if each.finished_ns]
+    usual = edf_finishes(jobs_of(admitted, KINDS, PIECE_ROWS, usual=True))
+    late = [done > each.deadline_ns for each, done in zip(admitted, usual, strict=True) if not each.in_time]
     return len(late), sum(late)
 
 

@@ -104,15 +104,15 @@ def _seen(arrival: Arrival, now_ns: int, deadline_ns: int, ticket: Ticket | None
     return Seen(arrival, ticket.submitted_ns, deadline_ns, ticket.finished_ns, ticket.busy_ns, ticket.predicted_ns)
 
 
-def jobs_of(seen: Sequence[Seen], kinds: Sequence[Kind], piece_rows: int) -> list[Job]:
-    """What the oracle is asked about. A refused request never ran: it counts with the mean service time of its kind."""
+def jobs_of(seen: Sequence[Seen], kinds: Sequence[Kind], piece_rows: int, *, usual: bool = False) -> list[Job]:
+    """What the oracle is asked about. A refused request never ran: it counts with the mean service time of its kind; `usual`: all do."""
     means = [
         int(np.mean([each.busy_ns for each in seen if each.arrival.kind == number and each.finished_ns] or [1]))
         for number in range(len(kinds))
     ]
     jobs = []
     for each in seen:
-        service_ns = max(1, each.busy_ns or means[each.arrival.kind])
+        service_ns = max(1, means[each.arrival.kind] if usual or not each.busy_ns else each.busy_ns)
         pieces = -(-kinds[each.arrival.kind].rows // piece_rows)
         jobs.append(Job(each.submitted_ns, service_ns, each.deadline_ns, max(1, service_ns // pieces)))
     return jobs
