@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("treadle.kernels.native", reason="the extension was not built: the numpy form has no guard", exc_type=ImportError)
+pytest.importorskip(
+    "treadle.kernels.native", reason="the extension was not built: the numpy form has no guard", exc_type=ImportError
+)
 
 PAGES = 16
 SETUP = f"""

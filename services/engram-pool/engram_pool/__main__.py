@@ -17,6 +17,7 @@ from engram_pool.adapters.native_doors import open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.segment_places import DaxPlaces, host_id
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
@@ -32,6 +33,8 @@ from treadle.chassis.server import run_service
 from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
 from treadle.dataplane.warming import PageWarmer
+from treadle.kernels.dax import dax_facts
+from treadle.kernels.dax_space import DaxSpace
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -86,7 +89,7 @@ async def serve(settings: Settings) -> int:
 
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer, Scrubber]:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
-    meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    meters, store = PrometheusMeters(registry), _store(settings)
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
@@ -107,6 +110,18 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
     return pool, server, scrubber
+
+
+def _store(settings: Settings) -> SegmentFolder:
+    if settings.dax_device is None:
+        return SegmentFolder(settings.segment_dir)
+    facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
+    space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    try:
+        return SegmentFolder(settings.segment_dir, DaxPlaces(space))
+    except BaseException:
+        space.close()
+        raise
 
 
 def build_version() -> str:

@@ -57,3 +57,5 @@ def dequantise(
 
 def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
     """None: a page could not be read."""
+
+def flush(data: NDArray[np.uint8]) -> int: ...
