@@ -7,8 +7,8 @@ from setuptools import setup
 
 native = Pybind11Extension(
     "treadle.kernels._native",
-    ["src/binding.cpp"],
-    depends=glob("include/treadle/kernels/*.hpp"),
+    sorted(glob("src/*.cpp")),
+    depends=glob("include/treadle/kernels/*.hpp") + glob("src/*.hpp"),
     cxx_std=20,
     extra_compile_args=["-O3", "-fno-math-errno", "-Wall", "-Wextra"],  # no -march: wider code is chosen at run time
 )

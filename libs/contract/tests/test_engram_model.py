@@ -17,8 +17,8 @@ from treadle.contract import (
     canonical_json,
     version_of,
 )
-from treadle.contract.engram_model import PRECISIONS, row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, hash_multipliers, head_primes, qwen_ple_model
+from treadle.contract.row_layout import PRECISIONS, row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.contract.version import is_version_prefix
 
@@ -87,6 +87,8 @@ def test_the_scale_of_all_rows_stands_in_the_manifest_as_its_bits() -> None:
     row = qwen_ple_model("ple", row=RowLayout(160, 160, "fp8_e4m3", scale)).to_manifest()["row"]
     assert row == {"bytes": 160, "dim": 160, "dtype": "fp8_e4m3", "scale": {"dtype": "fp32", "block": 0, "bits": "3950aaa8"}}
     assert RowLayout(160, 160, "fp8_e4m3", scale).inline_scale is None
+    assert qwen_ple_model("ple", row=RowLayout(160, 160, "fp8_e4m3", scale)).fingerprint.as_dict()["row_scale"] == scale.bits
+    assert not any("row_scale" in model.fingerprint.as_dict() for model in every_family())
     with pytest.raises(InvalidArgument, match="stand in the rows"):
         _ = Scale("fp32", 160).value
     for value in (0.0, -1.0, float("inf"), float("nan"), 1e300):

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_native, module) {
     using namespace treadle::dataplane;
     py::register_exception_translator(raise_os_error);
     bind_rows(module);
+    bind_tenants(module);
     bind_queue(module);
     bind_versions(module);
 }

@@ -85,6 +85,7 @@ inline RowStoreRef rows_of(const py::object& table) {
 
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
+void bind_tenants(py::module_& module);
 void bind_versions(py::module_& module);
 
 }  // namespace treadle::dataplane

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <utility>
 
 #include "bindings.hpp"
 #include "workers.hpp"
@@ -15,8 +16,8 @@
 namespace treadle::dataplane {
 
 struct Engine {
-    Engine(int worker_count, size_t tickets_max, int64_t piece_rows)
-        : piece_rows(piece_rows), queue(tickets_max, worker_count), workers(queue, worker_count) {}
+    Engine(int worker_count, size_t tickets_max, int64_t piece_rows, const QueueOptions& options = {}, TenantsRef tenants = nullptr)
+        : piece_rows(piece_rows), queue(tickets_max, worker_count, options, std::move(tenants)), workers(queue, worker_count) {}
 
     void let_go_of_finished() {
         for (const TicketRef& ticket : queue.take_finished()) ticket->arrays.reset();
@@ -30,6 +31,9 @@ struct Engine {
         counters["pieces_total"] = now.pieces_total;
         counters["queued"] = now.queued;
         counters["busy_seconds"] = static_cast<double>(now.busy_ns) / 1e9;
+        counters["reserved_bytes_per_second"] = queue.reserved();
+        counters["prediction_error_sum"] = now.errors.parts;
+        counters["prediction_errors"] = now.errors.counts;
         return counters;
     }
 
@@ -65,9 +69,9 @@ struct Engine {
 using EngineRef = std::shared_ptr<Engine>;
 
 // A forked child has the memory of the threads but not the threads: joining them would never end, so it leaks them.
-inline EngineRef make_engine(int workers, size_t tickets_max, int64_t piece_rows) {
+inline EngineRef make_engine(int workers, size_t tickets_max, int64_t piece_rows, const QueueOptions& options, TenantsRef tenants) {
     const pid_t made_in = ::getpid();
-    return {new Engine(workers, tickets_max, piece_rows), [made_in](Engine* engine) {
+    return {new Engine(workers, tickets_max, piece_rows, options, std::move(tenants)), [made_in](Engine* engine) {
                 if (::getpid() == made_in) delete engine;
             }};
 }

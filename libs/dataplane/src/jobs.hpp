@@ -16,10 +16,12 @@ namespace treadle::dataplane {
 
 // Units are row ids: out[i] = table[rows[i]].
 inline Job gather_job(RowStoreRef table, const int64_t* rows, int64_t count, std::byte* out, int64_t piece_rows) {
+    const int64_t row_bytes = table->row_bytes;
+    const Tier tier = table->tier;
     return {[table = std::move(table), rows, out](int64_t first, int64_t last) {
                 return table->gather(rows + first, last - first, out + first * table->row_bytes);
             },
-            count, piece_rows};
+            count, piece_rows, 1, row_bytes, tier};
 }
 
 // Hashes tokens [first, last) block by block and gathers their rows; no row ids in memory but a stack buffer.
@@ -41,11 +43,12 @@ inline Fault lookup_rows(const kernels::HashPlanView& plan, const kernels::Windo
 // Units are tokens, each with all its columns: out[t, c] = the row of column c of token t.
 inline Job lookup_job(const kernels::HashPlanView& plan, const kernels::WindowsView& windows, RowStoreRef table, std::byte* out,
                       int64_t piece_rows) {
-    const int64_t columns = static_cast<int64_t>(plan.order_count) * plan.heads;
+    const int64_t columns = static_cast<int64_t>(plan.order_count) * plan.heads, row_bytes = table->row_bytes;
+    const Tier tier = table->tier;
     return {[plan, windows, table = std::move(table), out, columns](int64_t first, int64_t last) {
                 return lookup_rows(plan, windows, first, last, *table, out + first * columns * table->row_bytes);
             },
-            windows.token_count, std::max<int64_t>(1, piece_rows / columns)};
+            windows.token_count, std::max<int64_t>(1, piece_rows / columns), columns, row_bytes, tier};
 }
 
 }  // namespace treadle::dataplane

@@ -9,12 +9,10 @@
 #include <vector>
 
 #include "fault.hpp"
+#include "tier.hpp"
 #include "treadle/kernels/gather.hpp"
 
 namespace treadle::dataplane {
-
-// What a row costs depends on where it lies; admission keeps a cost for each, metrics a label.
-enum class Tier : int32_t { memory = 0, disk = 1, remote = 2 };
 
 // Rows [first, last) of a table.
 struct RowRange {

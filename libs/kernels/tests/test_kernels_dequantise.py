@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, RowLayout, Scale
-from treadle.contract.engram_model import SCALE_BYTES, VALUE_BITS
+from treadle.contract.row_layout import SCALE_BYTES, VALUE_BITS
 from treadle.kernels import dequantise_reference as reference
 
 native = pytest.importorskip("treadle.kernels.native")

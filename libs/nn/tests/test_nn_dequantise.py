@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treadle.contract import RowLayout, Scale
-from treadle.contract.engram_model import row_layout
+from treadle.contract.row_layout import row_layout
 from treadle.kernels import quantise
 from treadle.kernels.dequantise_reference import dequantise as dequantise_reference
 from treadle.nn.dequantise import dequantise, dequantise_torch

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,6 +20,7 @@ from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.adapters.segment_places import DaxPlaces, host_id
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
@@ -26,6 +28,7 @@ from engram_pool.domain.pool import Pool
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
+from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
@@ -53,41 +56,57 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, WrongSetting | InvalidArgument) else 1
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What one process is made of."""
+
+    pool: Pool
+    server: EngramPoolServer
+    scrubber: Scrubber
+    membership: Membership
+
+    async def drain(self) -> None:
+        """Leave the directory first: clients go elsewhere while this pool still answers."""
+        await self.membership.leave()
+        await self.pool.drain()
+
+
 async def serve(settings: Settings) -> int:
     """Take in what is on disk, serve, and stop. Raises TreadleError if it cannot start."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    pool, server, scrubber = _put_together(settings, registry, compute)
+    parts = _put_together(settings, registry, compute)
     served = False  # a pool that never served deletes nothing
     try:
-        await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
         background = [
-            asyncio.create_task(pool.reap_forever(settings.reap_interval_seconds)),
-            asyncio.create_task(scrubber.run_forever()),
+            asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
+            asyncio.create_task(parts.scrubber.run_forever()),
         ]
         try:
             code = await run_service(
-                "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
-                build_version=build_version(), on_drain=pool.drain,
+                "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
+                build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
             )  # fmt: skip
             served = True
             return code
         finally:
+            await parts.membership.end()
             for task in background:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
     finally:
-        stopping = asyncio.ensure_future(pool.stop(keep_segments=settings.keep_segments or not served))
+        stopping = asyncio.ensure_future(parts.pool.stop(keep_segments=settings.keep_segments or not served))
         done, _ = await asyncio.wait([stopping], timeout=STOP_SECONDS_MAX)
         compute.close()  # a stop that hangs in a thread ends here, with Unavailable
         if done:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer, Scrubber]:
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> _Parts:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), _store(settings)
     pool = Pool(
@@ -103,13 +122,15 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     pool.repair_with(Repairs(store, meters, loader.open_source, open_peers, peers=settings.peer_list).mend)
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
+    directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
     meters.observe_scrubber(scrubber)
+    meters.observe_directory(directory)
     server = EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber,
+        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
         segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
-    return pool, server, scrubber
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory))
 
 
 def _store(settings: Settings) -> SegmentFolder:

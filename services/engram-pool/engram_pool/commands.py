@@ -20,6 +20,8 @@ from engram_pool.terminal import (
     VERSION_DIGITS,
     model_document,
     model_line,
+    owner_document,
+    owner_line,
     print_json,
     print_line,
     print_loaded,
@@ -81,9 +83,7 @@ def load(
     if [grown is not None, checkpoint is not None, random].count(True) != 1:
         raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH and --random")
     if (names or row_dtype) and checkpoint is None:
-        raise InvalidArgument(
-            "--map names tensors of a checkpoint; grown and random rows have none, nor does --row-dtype say theirs"
-        )
+        raise InvalidArgument("--map and --row-dtype are about tensors of a checkpoint; grown and random rows have none")
     if grown is not None and (manifest or profile or tokenizer or token_map):
         raise InvalidArgument("a grown folder brings its own manifest and token map: leave those options out")
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:
@@ -179,6 +179,29 @@ def remove(
         return
     held = f"; {awaiting} still in memory until readers let go" if awaiting else ""
     print_line(f"{name}: removed {', '.join(version[:VERSION_DIGITS] for version in removed)}{held}")
+
+
+@app.command("owners")
+def list_owners(
+    name: Annotated[str, typer.Argument(help="Tell only what they hold of this model; none: of all.")] = "",
+    version: Version = "",
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """List the owners of the fabric with their health, as this pool knows them. The exit code is 1 where one cannot be reached."""
+    with _fabric(pool, api_key_file) as fabric:
+        full = _full_version(fabric, name, version) if name else ""
+        listed = fabric.engram.owners(name, full)
+    if as_json:
+        print_json({"stale": listed.stale, "owners": [owner_document(owner) for owner in listed.owners]})
+    else:
+        columns = ("owner", "address", "doors", "state", "versions", "rows held")
+        print_table(columns, [owner_line(owner) for owner in listed.owners], empty="this pool has told nothing of itself yet")
+        if listed.stale:
+            print_line("the directory does not answer: this is the last list known")
+    if listed.stale or not all(owner.reachable for owner in listed.owners):
+        raise typer.Exit(1)
 
 
 @app.command()

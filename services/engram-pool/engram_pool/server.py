@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import PIECE_BYTES, Gathering
 from engram_pool.domain.held_rows import Share
@@ -24,6 +25,7 @@ from engram_pool.domain.progress import Progress
 from engram_pool.domain.scrubbing import Scrubbed, Scrubber
 from engram_pool.domain.table_reading import TableReading
 from engram_pool.domain.windows_bytes import read_ids, read_windows
+from engram_pool.owner_lists import list_messages
 from treadle.chassis.errors import CONTRACT_STATUS
 from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
 from treadle.contract.placement import Spread
@@ -44,9 +46,10 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     """The RPCs. Exceptions become statuses in the chassis, by STATUS."""
 
     def __init__(
-        self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, tables: TableReading, scrubber: Scrubber, *,
-        segment_dir: Path, gather_seconds_max: float, build_version: str,
+        self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, tables: TableReading, scrubber: Scrubber,
+        directory: Directory, *, segment_dir: Path, gather_seconds_max: float, build_version: str,
     ) -> None:  # fmt: skip
+        self._directory = directory
         self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
         self._tables, self._scrubber = tables, scrubber
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
@@ -157,6 +160,17 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             async with aclosing(pieces):
                 async for piece in pieces:
                     yield pb.ReadTableResponse(data=piece)
+
+    async def WatchOwners(self, request: pb.WatchOwnersRequest, context: Context) -> AsyncIterator[pb.WatchOwnersResponse]:  # noqa: N802
+        """The owners now and after each change; an empty message in between."""
+        only = self._directory.name if request.itself_only else None
+        async with aclosing(self._directory.watch()) as lists:
+            async for listing in lists:
+                if listing is None:
+                    yield pb.WatchOwnersResponse()
+                    continue
+                for message in list_messages(listing, request.ref.model, request.ref.version, only):
+                    yield message
 
     async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
         """Take a version, or all of a model, off the list."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from treadle.chassis.settings import ServerSettings, WrongSetting
+from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
+from treadle.contract import InvalidArgument
+from treadle.contract.placement import Spread
 
 
 class Storage(StrEnum):
@@ -89,6 +91,29 @@ class Settings(ServerSettings):
     reap_grace_seconds: float = 30.0
     """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
+    owner: str = "pool"
+    """Name of this pool among the owners of a fabric, as in placements."""
+    owners: str = ""
+    """All owners of the fabric, this one too: name=host:port,... They ask each other; none: this pool stands alone, or Redis tells."""
+    advertise: str = ""
+    """Address at which others reach this pool, host:port; none: the one in `owners`, else `listen`."""
+    redis_url: str = ""
+    """Directory of the owners, redis://...; none: TREADLE_REDIS_URL. With a password use the variable: flags can be read by all."""
+    owner_watchers_max: int = 1024
+    """Most WatchOwners calls at once: every handle of a client that asks several owners has one."""
+    leave_seconds_max: float = 5.0
+    """Among other owners, how long a pool that stops answers on while clients move away."""
+
+    @property
+    def owner_endpoints(self) -> dict[str, str]:
+        """`owners` as name -> host:port."""
+        entries = [entry.strip() for entry in self.owners.split(",") if entry.strip()]
+        pairs = [entry.partition("=") for entry in entries]
+        endpoints = {name.strip(): endpoint.strip() for name, _, endpoint in pairs}
+        if len(endpoints) != len(entries) or not all(":" in endpoint for endpoint in endpoints.values()):
+            raise WrongSetting(f"owners: name=host:port,... with different names, got {self.owners!r}")
+        return endpoints
+
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
         if self.table_bytes_max < 0:
@@ -112,8 +137,24 @@ class Settings(ServerSettings):
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
             raise WrongSetting("gather_seconds_max is above 0, reap_interval_seconds at least 0.01, both at most 3600")
+        if self.owner_watchers_max < 1 or not 0 <= self.leave_seconds_max <= 3600:
+            raise WrongSetting("owner_watchers_max is >= 1, leave_seconds_max 0 to 3600")
+        self._check_owners()
 
     @property
     def peer_list(self) -> tuple[str, ...]:
         """`peers`, one by one."""
         return tuple(peer.strip() for peer in self.peers.split(",") if peer.strip())
+
+    def _check_owners(self) -> None:
+        endpoints = self.owner_endpoints
+        try:
+            Spread(tuple({*endpoints, self.owner}), 1)
+        except InvalidArgument as error:
+            raise WrongSetting(f"owner, owners: {error}") from error
+        if endpoints and self.owner not in endpoints:
+            raise WrongSetting(f"owner: {self.owner!r} is none of `owners`, {sorted(endpoints)}; say which of them this pool is")
+        if endpoints and self.redis_url:
+            raise WrongSetting("owners and redis_url: the directory is a list or in Redis; give one of them")
+        if self.advertise:
+            split_address(self.advertise)

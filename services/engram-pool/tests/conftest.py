@@ -33,6 +33,7 @@ from engram_pool.adapters.peer_pools import open_peer_version
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
@@ -46,8 +47,8 @@ from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
 from treadle.client import Fabric
 from treadle.contract import EngramModel, Fusion, RowLayout, Table
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
+from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.dataplane.warming import PageWarmer
 from treadle.engram.v1 import engram_pool_pb2 as pb
@@ -340,13 +341,14 @@ async def _serve(
         pool.repair_with(Repairs(store, meters, loader.open_source, open_peer_version, peers=peers).mend)
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=scrub_bytes_per_second, busy=lambda: gathering.busy)
+    directory = Directory("pool")
     meters.observe(pool)
     meters.observe_scrubber(scrubber)
     await pool.start(checksums=checksums)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber,
+        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
         segment_dir=store.folder, gather_seconds_max=gather_seconds_max, build_version="test",
     )  # fmt: skip
     register(server, rpcs)
@@ -357,6 +359,7 @@ async def _serve(
             with Fabric(engram=address) as fabric:
                 yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry, scrubber)
     finally:
+        await directory.close()
         await pool.drain()
         await server.stop(5)
         await pool.stop(keep_segments=keep_segments)

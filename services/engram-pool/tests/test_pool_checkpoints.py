@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from treadle.contract import EngramModel, RowLayout
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import head_primes, qwen_ple_model
+from treadle.contract.row_layout import row_layout
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:

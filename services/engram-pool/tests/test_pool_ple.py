@@ -16,8 +16,12 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner
 
+from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.commands import app
+from engram_pool.domain.checkpoint_rows import CheckpointRows
+from engram_pool.domain.derivation import derived_template
 from engram_pool.domain.ple_config import ple_template
+from engram_pool.domain.tensor_match import match_tensors
 from treadle import kernels
 from treadle.contract import EngramModel, FingerprintMismatch, InvalidArgument, RowLayout, Scale, Windows
 from treadle.contract.families import qwen_ple_model
@@ -64,9 +68,9 @@ Make = Callable[..., Ple]
 def make(tmp_path: Path, write_tensors: WriteSafetensors) -> Make:
     """`make(dtype, width)`: rows of `width` columns of a tensor dtype, as shards, with the numbers of the hash beside them."""
 
-    def checkpoint(dtype: str, width: int, *, suffix: str = "weight") -> Ple:
-        folder = tmp_path / "Qwen PLE small"
-        folder.mkdir()
+    def checkpoint(dtype: str, width: int, *, suffix: str = "weight", folder: str = "Qwen PLE small") -> Ple:
+        path = tmp_path / folder
+        path.mkdir()
         model = qwen_ple_model("x", layers=(1,), prime_base=100, row=BF16)
         padded = -(-model.rows_hashed(1) // 128) * 128
         row_bytes = width * {"BF16": 2, "F8_E4M3": 1, "U8": 1}[dtype]
@@ -80,7 +84,7 @@ def make(tmp_path: Path, write_tensors: WriteSafetensors) -> Make:
             ("ngram_heads_offsets", np.cumsum(primes) - primes),
         ):  # fmt: skip
             tensors[PREFIX + name] = ("I64", numbers.shape, numbers.tobytes())
-        return Ple(folder, tensors, rows, write_tensors)
+        return Ple(path, tensors, rows, write_tensors)
 
     return checkpoint
 
@@ -156,9 +160,13 @@ async def test_nf4_rows_are_packed_to_84_bytes(serve: Serve, make: Make, suffix:
 
 async def test_u8_rows_hold_what_the_caller_says_packed_or_not(serve: Serve, make: Make) -> None:
     ple = make("U8", 84, suffix="weight_packed")
+    as_words = {name: ("U32", (shape[0], 21), data) for name, (_, shape, data) in ple.tensors.items() if "shard" in name}
     async with serve() as served:
         assert "does not say what its bytes hold" in await refused(served, ple.save())
         assert "('nvfp4' is not known)" in await refused(served, ple.save(ple_embedding_dtype="nvfp4"))
+        bytes_of_two, ple.tensors = ple.tensors, ple.tensors | as_words
+        assert "nf4 rows are U8, got" in await refused(served, ple.save(), row_dtype="nf4")
+        ple.tensors = bytes_of_two
         model = await load(served, ple.save(), row_dtype="nf4")
         assert model.row == RowLayout(84, 160, "nf4", Scale("fp32", 160))
         assert np.array_equal(table(served, model.name), ple.rows)
@@ -211,6 +219,39 @@ def test_a_second_layer_goes_on_where_the_primes_and_the_seed_of_the_first_end()
     assert model.multipliers[0] != model.multipliers[1]
 
 
+def test_a_checkpoint_of_the_published_size_is_understood(tmp_path: Path) -> None:
+    """128 shards of 2,500,012 rows in two files that are holes: 51 GB to read, nothing on disk."""
+    published = TEXT | {"ngram_vocab_size_base": 20_000_000, "split_ngram_parts": 128}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen4_exp", "text_config": published}))
+    for part in range(2):
+        header: dict[str, Any] = {}
+        for place, k in enumerate(range(part, 128, 2)):
+            begin = place * 2_500_012 * 160
+            name = f"{PREFIX}ngram_embedding.shard_{k}.weight"
+            header[name] = {"dtype": "F8_E4M3", "shape": [2_500_012, 160], "data_offsets": [begin, begin + 2_500_012 * 160]}
+        end = 64 * 2_500_012 * 160
+        if part == 0:
+            header[f"{PREFIX}ngram_embedding.weight_scale"] = {"dtype": "BF16", "shape": [1], "data_offsets": [end, end + 2]}
+        text = json.dumps(header).encode()
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+            if part == 0:
+                file.seek(0, 2)
+                file.write(b"\x51\x39")
+    checkpoint = open_checkpoint(tmp_path)
+    try:
+        model = derived_template(checkpoint, None, {})
+        rows = CheckpointRows(checkpoint, model, None, match_tensors(checkpoint, model, {}))
+        assert rows.row_count(1) == 320_001_536 >= model.rows_hashed(1) == 320_001_446
+        assert model.row.scale == Scale.of_all_rows(SCALE)
+        out = np.ones((3, 160), dtype=np.uint8)
+        rows.read(1, 127 * 2_500_012 - 1, out)  # across the seam of the last two shards
+        assert not out.any()
+    finally:
+        checkpoint.close()
+
+
 async def test_a_missing_shard_is_named(serve: Serve, make: Make) -> None:
     ple = make("BF16", 160)
     async with serve() as served:
@@ -219,7 +260,7 @@ async def test_a_missing_shard_is_named(serve: Serve, make: Make) -> None:
         ple.tensors |= {f"{PREFIX}ngram_embedding.shard_{k}.weight": shard for k, shard in ((0, first), (7, middle))}
         text = await refused(served, ple.save())
         assert "15 shards" in text
-        assert "split_ngram_parts 16: 1 are missing" in text
+        assert "there are 16 (split_ngram_parts)" in text
         ple.tensors[f"{PREFIX}ngram_embedding.shard_15.weight"] = last
         ple.tensors[f"{PREFIX}ngram_embedding.shard_07.weight"] = middle
         assert "a shard's number stands twice" in await refused(served, ple.save())
@@ -289,6 +330,13 @@ async def test_a_scale_that_is_missing_or_no_scale_is_refused(serve: Serve, make
         assert (await load(served, ple.save())).row.scale == Scale.of_all_rows(0.5)
 
 
+async def test_tensors_without_rows_are_refused(serve: Serve, make: Make) -> None:
+    ple = make("BF16", 160)
+    ple.tensors[f"{PREFIX}ngram_embedding.shard_3.weight"] = ("BF16", (), bytes(2))
+    async with serve() as served:
+        assert "belong to two checkpoints" in await refused(served, ple.save())
+
+
 async def test_a_manifest_whose_scale_is_not_the_checkpoints_is_refused(serve: Serve, make: Make) -> None:
     folder = global_scale(make("F8_E4M3", 160)).save()
     model = qwen_ple_model("given", layers=(1,), prime_base=100, row=RowLayout(160, 160, "fp8_e4m3"))
@@ -297,6 +345,8 @@ async def test_a_manifest_whose_scale_is_not_the_checkpoints_is_refused(serve: S
         other = replace(model, row=replace(model.row, scale=Scale.of_all_rows(1.0)))
         assert "'row.scale' differs" in await refused(served, folder, other)
         assert "name, row_dtype: the manifest says both" in await refused(served, folder, model, row_dtype="nf4")
+        as_bytes = global_scale(make("U8", 160, folder="bytes")).save()
+        assert "the manifest has no row.scale" in await refused(served, as_bytes, model)
         fitting = replace(model, row=replace(model.row, scale=Scale.of_all_rows(SCALE)))
         assert (await load(served, folder, fitting)).name == "given"
 
@@ -306,6 +356,9 @@ async def test_numbers_of_another_hash_are_refused_with_a_manifest_too(serve: Se
     model = qwen_ple_model("given", layers=(1,), prime_base=100, seed=4, row=BF16)
     async with serve() as served:
         assert "'multipliers' differs" in await refused(served, ple.save(), model)
+        multipliers = ple.tensors[f"{PREFIX}layer_multipliers"]
+        ple.tensors[f"{PREFIX}layer_multipliers"] = ("I64", (2,), multipliers[2][:16])
+        assert "expected '3 numbers (manifest)', got '2 (" in await refused(served, ple.save())
         ple.tensors[f"{PREFIX}layer_multipliers"] = ("F32", (3,), bytes(12))
         assert "I64 numbers of the hash expected" in await refused(served, ple.save())
 

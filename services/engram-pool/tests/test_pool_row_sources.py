@@ -7,7 +7,7 @@ import pytest
 
 from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, make_sane
 from treadle.contract import EngramModel, RowLayout, Scale
-from treadle.contract.engram_model import row_layout
+from treadle.contract.row_layout import row_layout
 
 
 def rows_of(model: EngramModel, seed: int, first: int, count: int, layer: int = 0) -> np.ndarray:

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from treadle.contract.engram_model import EngramModel, Family, Fusion, RowLayout, Scale
+from treadle.contract.engram_model import EngramModel, Family, Fusion
+from treadle.contract.row_layout import RowLayout, Scale
 
 PLE_SEED = 1234  # of Qwen's published checkpoints
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment, 2^64 / golden ratio

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.dataplane.queue import native_module
+from treadle.dataplane.extension import native_module
 from treadle.kernels import HashPlan
 
 _POLL_SECONDS = 0.002  # a request in flight ends within milliseconds

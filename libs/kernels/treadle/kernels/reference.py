@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from treadle.contract import Family, Windows
 from treadle.kernels import arguments
 from treadle.kernels.crc_reference import crc32c
+from treadle.kernels.dedup_reference import spread, unique_rows
 from treadle.kernels.dequantise_reference import dequantise
 from treadle.kernels.hash_plan import HashPlan
 
-__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids", "spread", "unique_rows"]
 
 
 def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

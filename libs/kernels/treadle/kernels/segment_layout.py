@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from treadle.contract import DataLoss, InvalidArgument
-from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN, ROWS_MAX
+from treadle.contract.engram_model import ROWS_MAX
+from treadle.contract.row_layout import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels import crc32c
 from treadle.kernels.pages import HUGE_PAGE_BYTES

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from treadle import kernels
-from treadle.contract.engram_model import RowLayout
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.row_layout import RowLayout
 from treadle.kernels.dequantise_reference import NF4_LEVELS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "u8": torch.uint8}

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from treadle.contract.warm_state import WarmState
 
 if TYPE_CHECKING:
+    from engram_pool.domain.directory import Directory
     from engram_pool.domain.pool import Pool
     from engram_pool.domain.scrubbing import Scrubber
 
@@ -91,6 +92,19 @@ class PrometheusMeters:
         for state in (WarmState.COLD, WarmState.WARMING, WarmState.WARM):
             warm.labels(str(state)).set_function(partial(pool.versions_in, state))
 
+    def observe_directory(self, directory: Directory) -> None:
+        """Export what `directory` knows of the owners."""
+        owners = Gauge(
+            "treadle_engram_owners", "Owners of the fabric, this pool included, by state", ["state"], registry=self._registry
+        )
+        for state in ("reachable", "unreachable", "leaving"):
+            owners.labels(state).set_function(partial(_owners_in, directory, state))
+        for name, text, read in (
+            ("directory_stale", "1 where the directory does not answer and the last list known is used", lambda: directory.stale),
+            ("directory_age_seconds", "Seconds since the directory answered", lambda: directory.age_seconds),
+        ):
+            Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
+
     def load_ended(self, outcome: str) -> None:
         """Count a load: ok, refused, cancelled or failed."""
         self._loads.labels(outcome).inc()
@@ -120,3 +134,9 @@ class PrometheusMeters:
     def fusion_read(self, byte_count: int) -> None:
         """Count bytes of fusion weights handed out."""
         self._fusion_bytes.inc(byte_count)
+
+
+def _owners_in(directory: Directory, state: str) -> int:
+    owners = directory.listing().owners
+    states = ["leaving" if owner.leaving else "reachable" if owner.reachable else "unreachable" for owner in owners]
+    return states.count(state)

@@ -14,7 +14,7 @@ from engram_pool.domain.tensor_match import BYTE_DTYPES, SCALE_DTYPES, TENSOR_DT
 from engram_pool.domain.tensor_names import Found, find_tensors, height, refuse_open
 from engram_pool.domain.v41_config import V41_LAYERS_KEY, v41_template
 from treadle.contract import EngramModel, Family, InvalidArgument, RowLayout, Scale
-from treadle.contract.engram_model import SCALE_BYTES, VALUE_BITS
+from treadle.contract.row_layout import SCALE_BYTES, VALUE_BITS
 
 _FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F8_E4M3": "fp8_e4m3"}
 _PACKED_SCALES = {"nf4": "fp32", "int4": "fp16"}  # behind the values of a row, where no tensor holds them
@@ -80,8 +80,8 @@ def _check_shards(keys: Mapping[str, Any], found: Mapping[int, Found], names: Ma
         by_suffix = not any(role.startswith(f"{layer}.rows") for role in names)
         if by_suffix and len(tensors.rows) not in (1, stated):
             raise InvalidArgument(
-                f"{layer}.rows: {len(tensors.rows)} shards, from {tensors.rows[0].name} to {tensors.rows[-1].name}; config.json says "
-                f"split_ngram_parts {stated}: {stated - len(tensors.rows)} are missing"
+                f"{layer}.rows: {len(tensors.rows)} shards, from {tensors.rows[0].name} to {tensors.rows[-1].name}; by config.json "
+                f"there are {stated} (split_ngram_parts)"
             )
 
 
@@ -106,12 +106,14 @@ def _row(checkpoint: Checkpoint, keys: Mapping[str, Any], layer: int, found: Fou
 
 
 def _bytes_dtype(keys: Mapping[str, Any], layer: int, found: Found, row_dtype: str) -> str:
-    said = row_dtype or str(keys.get("ple_embedding_dtype", ""))
-    if said not in BYTE_DTYPES or found.rows[0].dtype not in TENSOR_DTYPES[said]:
+    said, first = row_dtype or str(keys.get("ple_embedding_dtype", "")), found.rows[0]
+    if said not in BYTE_DTYPES:
         raise InvalidArgument(
-            f"{layer}.rows: {found.rows[0]} does not say what its bytes hold{f' ({said!r} is not known)' if said else ''}: say "
+            f"{layer}.rows: {first} does not say what its bytes hold{f' ({said!r} is not known)' if said else ''}: say "
             f"row_dtype {' or '.join(BYTE_DTYPES)}, or give a manifest"
         )
+    if first.dtype not in TENSOR_DTYPES[said]:
+        raise InvalidArgument(f"{layer}.rows: {said} rows are {' or '.join(TENSOR_DTYPES[said])}, got {first}")
     return said
 
 

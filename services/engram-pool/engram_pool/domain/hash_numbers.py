@@ -30,7 +30,10 @@ def check_hash_numbers(checkpoint: Checkpoint, model: EngramModel) -> None:
         field, expected = _expected(model, int(match[1]), match[2])
         there = _numbers(checkpoint, tensor)
         if there != expected:
-            raise FingerprintMismatch(field, f"{expected} (manifest)", f"{there} ({name})")
+            place = next((at for at, pair in enumerate(zip(expected, there, strict=False)) if pair[0] != pair[1]), None)
+            if place is None:  # the first ones are the same: there are more of one than of the other
+                raise FingerprintMismatch(field, f"{len(expected)} numbers (manifest)", f"{len(there)} ({name})")
+            raise FingerprintMismatch(field, f"{expected[place]} (manifest) at {place}", f"{there[place]} ({name})")
 
 
 def _expected(model: EngramModel, layer: int, what: str) -> tuple[str, list[int]]:

@@ -161,9 +161,11 @@ class Loader:
 
 
 def _check_given_name(name: str) -> None:
-    """Before the folder is opened, which is not to be blamed for it; an empty one was not given."""
+    """Before the folder is opened, which is not to be blamed for it. An empty one was not given."""
+    if not name:
+        return
     try:
-        check_name(name or "unnamed")
+        check_name(name)
     except InvalidArgument as error:
         raise InvalidArgument(f"name: {error}") from error
 

@@ -34,6 +34,7 @@ from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
 from engram_pool.domain.verification import Damaged, Verification
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
+from treadle.contract.owners import Holding
 from treadle.contract.warm_state import WarmState
 
 log = logging.getLogger("engram_pool")
@@ -241,14 +242,29 @@ class Pool:
         Raises ResourceExhausted beyond `watchers_max`, Unavailable when the pool stops.
         """
         with self._watching.turn():
-            seen = -1
-            while True:
-                async with self._changed:
-                    while not self.draining and self._generation == seen:
-                        await self._changed.wait()
-                    seen = self._generation
-                self.refuse_if_draining()
-                yield await self.listing()
+            async with aclosing(self.changes()) as changes:
+                async for _ in changes:
+                    yield await self.listing()
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Once at once, and again after each change. Raises Unavailable when the pool stops."""
+        seen = -1
+        while True:
+            async with self._changed:
+                while not self.draining and self._generation == seen:
+                    await self._changed.wait()
+                seen = self._generation
+            self.refuse_if_draining()
+            yield
+
+    def holdings(self) -> list[Holding]:
+        """Which rows of which versions can be read here, replaced versions included."""
+        return [_holding(resident) for resident in self._catalogue.all() if not resident.closing and not resident.corrupt]
+
+    @property
+    def holds(self) -> int:
+        """HoldModel calls in progress."""
+        return self._holding.inside
 
     @property
     def doors(self) -> tuple[Door, ...]:
@@ -486,3 +502,9 @@ class Pool:
         async with self._change:
             self.refuse_if_draining()
             yield
+
+
+def _holding(resident: Resident) -> Holding:
+    segments = resident.stored.segments
+    held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
+    return Holding(resident.name, resident.version, held)

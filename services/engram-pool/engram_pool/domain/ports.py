@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
+from treadle.contract.owners import Door as Door
 from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
@@ -430,14 +431,6 @@ class Meters(Protocol):
 
     def scrubbed(self, outcome: str, chunks: int) -> None:
         """Chunks were checked in the background: ok, bad or repaired."""
-
-
-@dataclass(frozen=True, slots=True)
-class Door:
-    """A native way to the rows. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
-
-    transport: str
-    address: str
 
 
 class Doors(Protocol):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.ports import Rows, TokenMap
 from treadle.contract import EngramModel, RowLayout
-from treadle.contract.engram_model import SCALE_BYTES
+from treadle.contract.row_layout import SCALE_BYTES
 
 BLOCK_ROWS = 4096  # rows of one random stream: loads read whole blocks, and a block is the same however it is read
 

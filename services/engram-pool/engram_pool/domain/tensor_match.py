@@ -61,7 +61,7 @@ def _fitting(checkpoint: Checkpoint, model: EngramModel, layer: int, found: Foun
             raise InvalidArgument(f"{layer}.scale: {height(found.rows)} rows expected, as in {layer}.rows, got {height(scale)}")
         matched = LayerTensors(found.rows, scale)
     else:
-        _check_scale_of_all_rows(checkpoint, layer, layout, found, packed=packed)
+        _check_scale_of_all_rows(checkpoint, layer, layout, found)
         matched = LayerTensors(found.rows, ())
     if matched.row_count < model.rows_hashed(layer):
         raise InvalidArgument(
@@ -71,17 +71,15 @@ def _fitting(checkpoint: Checkpoint, model: EngramModel, layer: int, found: Foun
     return matched
 
 
-def _check_scale_of_all_rows(checkpoint: Checkpoint, layer: int, layout: RowLayout, found: Found, *, packed: bool) -> None:
+def _check_scale_of_all_rows(checkpoint: Checkpoint, layer: int, layout: RowLayout, found: Found) -> None:
     """Where the rows hold no scale, the checkpoint may have one for all of them, and then it is the manifest's."""
-    if layout.inline_scale is not None or not found.scale:
+    if layout.inline_scale is not None or not found.scale or layout.dtype == "u8":  # u8: bytes that only the engine understands
         return
     if layout.scale is None:
-        if not packed:
-            raise InvalidArgument(
-                f"{layer}.rows: the checkpoint scales these rows by {found.scale[0]}, the manifest has no row.scale: all their "
-                "numbers would be wrong"
-            )
-        return
+        raise InvalidArgument(
+            f"{layer}.rows: the checkpoint scales these rows by {found.scale[0]}, the manifest has no row.scale: all their numbers "
+            "would be wrong"
+        )
     if not is_single(found.scale):
         raise InvalidArgument(
             f"{layer}.scale: one number expected, for the manifest has one scale of all rows; got {found.scale[0]}"

@@ -80,7 +80,7 @@ def listed(checkpoint: Checkpoint) -> str:
 
 def height(shards: Shards) -> int:
     """Rows of all shards together."""
-    return sum(shard.shape[0] for shard in shards)
+    return sum(shard.shape[0] if shard.shape else 1 for shard in shards)
 
 
 def _check_roles(layers: tuple[int, ...], names: Mapping[str, str]) -> None:

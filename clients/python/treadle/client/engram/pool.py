@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.client.engram.table_reading import describe_table, read_table
@@ -155,6 +157,21 @@ class EngramPool:
         for answer in self._endpoint.stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
             yield [types.resident_model(model) for model in answer.models]
 
+    def watch_owners(self, model: str = "", version: str = "", *, itself_only: bool = False) -> OwnerWatch:
+        """The owners of the fabric as this pool knows them, now and after each change: iterate it, `cancel` it to end it.
+
+        model, version: tell only what they hold of this version, both given; none: of all
+        itself_only:    tell of this pool alone
+        """
+        request = pb.WatchOwnersRequest(ref=pb.ModelRef(model=model, version=version), itself_only=itself_only)
+        call = self._stub.WatchOwners(request, timeout=WATCH_SECONDS_MAX, metadata=self._endpoint.metadata)
+        return OwnerWatch(self._endpoint, call)
+
+    def owners(self, model: str = "", version: str = "") -> OwnerList:
+        """The owners now. Raises Unavailable."""
+        with closing(iter(self.watch_owners(model, version))) as lists:
+            return next(lists)
+
     def verify(
         self,
         model: str,
@@ -234,6 +251,13 @@ class AsyncEngramPool:
         """`EngramPool.watch`."""
         async for answer in self._endpoint.aio_stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
             yield [types.resident_model(model) for model in answer.models]
+
+    async def watch_owners(self, *, itself_only: bool = False) -> AsyncGenerator[OwnerList, None]:
+        """`EngramPool.watch_owners`."""
+        request = pb.WatchOwnersRequest(itself_only=itself_only)
+        async with aclosing(self._endpoint.aio_stream(self._stub.WatchOwners, request, WATCH_SECONDS_MAX)) as answers:
+            async for listed in owner_lists(answers):
+                yield listed
 
     async def run(self, action: Callable[[EngramPool], Result]) -> Result:
         """Run one of `EngramPool`'s long calls in a thread: `await pool.run(lambda pool: pool.load_random(template))`."""

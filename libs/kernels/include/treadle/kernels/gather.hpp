@@ -27,6 +27,7 @@ namespace treadle::kernels {
 inline constexpr int64_t PREFETCH_ROWS = 16;  // 12 to 64 measure alike, 8 and fewer cost up to a tenth
 inline constexpr int64_t PREFETCH_ROWS_MAX = 64;
 inline constexpr int64_t CACHE_LINE_BYTES = 64;
+inline constexpr int64_t ROW_BYTES_MIN = 16, ROW_BYTES_MAX = 4096;  // of a table's rows
 
 // Rows asked for ahead of the copy, 1 to PREFETCH_ROWS_MAX; read once for each call. One for the process with g++, whose linker gives
 // this symbol one address in all extension modules; with other compilers one for each module.

@@ -1246,7 +1246,7 @@ class WatchOwnersResponse(_message.Message):
     """The directory has not answered for a while: the list is the last one known."""
     @_builtins.property
     def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Owner]:
-        """Owners, rising by name."""
+        """Owners; one that comes again in the same list holds what it tells in all of them."""
 
     def __init__(
         self,

@@ -213,8 +213,9 @@ class EngramPoolServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchOwners(self, request, context):
-        """The owners of the fabric as this pool knows them, at once and again after each change. A list that is too long for one
-        message comes in several.
+        """The owners of the fabric as this pool knows them, at once and again after each change; an empty message at least every
+        second in between, so that a watcher knows when it hears nothing any more. A list that is too long for one message comes
+        in several.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
