@@ -18,7 +18,7 @@ from engram_pool.adapters.native_doors import open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
-from engram_pool.adapters.segment_places import DaxPlaces, host_id
+from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
@@ -38,6 +38,7 @@ from treadle.contract import InvalidArgument, TreadleError
 from treadle.dataplane.warming import PageWarmer
 from treadle.kernels.dax import dax_facts
 from treadle.kernels.dax_space import DaxSpace
+from treadle.kernels.numa import check_policy
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -124,6 +125,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
+    meters.observe_device(store.device_nodes)
     meters.observe_scrubber(scrubber)
     meters.observe_directory(directory)
     server = EngramPoolServer(
@@ -135,7 +137,9 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
 
 def _store(settings: Settings) -> SegmentFolder:
     if settings.dax_device is None:
-        return SegmentFolder(settings.segment_dir)
+        if settings.numa:
+            check_policy(settings.numa)
+        return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
     facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
     space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
     try:

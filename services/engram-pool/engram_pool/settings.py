@@ -50,6 +50,8 @@ class Settings(ServerSettings):
     """Other hosts read this device: what is removed stays on it until a take-over. Said by the host that loads."""
     dax_take_over: bool = False
     """Make this host the owner of what another one loaded, and reuse what was removed: no other host uses the device any more."""
+    numa: str = ""
+    """Memory nodes of the tables: local (that of the loading thread), interleave, node:N; empty: as the kernel likes. For storage shm."""
     table_bytes_max: int = 0
     """Most bytes of segments; 0: as much as the file system holds."""
     verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
@@ -126,6 +128,8 @@ class Settings(ServerSettings):
             raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
         if (self.storage is Storage.DAX) != (self.dax_device is not None):
             raise WrongSetting("storage dax and dax_device go together: give both or none")
+        if self.numa and self.storage is Storage.DAX:
+            raise WrongSetting("numa is for storage shm: a device's memory lies on the device's own node")
         if self.dax_bytes < 0:
             raise WrongSetting(f"dax_bytes is >= 0, got {self.dax_bytes}")
         for peer in self.peer_list:

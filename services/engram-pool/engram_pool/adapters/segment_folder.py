@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,6 +59,11 @@ class SegmentFolder:
         self._superseded: list[Path] = []
         self._places: SegmentPlaces = places or FilePlaces()
         self.in_memory = self._places.in_memory(self.folder)
+
+    @property
+    def device_nodes(self) -> Mapping[str, int]:
+        """Memory nodes of the device that segments lie on, by kind; none for files."""
+        return self._places.device_nodes
 
     def left_bytes(self) -> int:
         """Bytes of versions that `adopt` left as they were."""

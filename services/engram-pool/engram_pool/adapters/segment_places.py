@@ -95,12 +95,19 @@ class SegmentPlaces(Protocol):
     def adopt(self, folder: Path, places: Mapping[int, bytes]) -> EngramModel:
         """Make a folder for an orphan; its manifest. Raises DataLoss."""
 
+    @property
+    def device_nodes(self) -> Mapping[str, int]:
+        """Memory nodes of a device, by kind; none for files."""
+
     def close(self) -> None:
         """Let go."""
 
 
 class FilePlaces:
-    """One file for each segment, in the version's folder: deleted with it."""
+    """One file for each segment, in the version's folder: deleted with it. numa: see SegmentWriter."""
+
+    def __init__(self, numa: str = "") -> None:
+        self._numa = numa
 
     def writer(
         self,
@@ -114,8 +121,9 @@ class FilePlaces:
     ) -> SegmentWriter:
         """See SegmentPlaces."""
         return SegmentWriter(
-            folder / segment_name(layer), rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes, held=held
-        )
+            folder / segment_name(layer), rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes, held=held,
+            numa=self._numa,
+        )  # fmt: skip
 
     def seal(self, folder: Path, model: EngramModel) -> None:
         """The manifest in the folder does it."""
@@ -149,6 +157,11 @@ class FilePlaces:
     def adopt(self, folder: Path, places: Mapping[int, bytes]) -> EngramModel:
         """Never asked for."""
         raise DataLoss(f"{folder}: files need no adoption")
+
+    @property
+    def device_nodes(self) -> Mapping[str, int]:
+        """See SegmentPlaces."""
+        return {}
 
     def close(self) -> None:
         """Nothing is open."""
@@ -233,6 +246,11 @@ class DaxPlaces:
         if set(places) != set(model.layers):
             raise DataLoss(f"{self._space.facts.path}: layers {sorted(places)} of {model.name} {model.version} are there, not all")
         return model
+
+    @property
+    def device_nodes(self) -> Mapping[str, int]:
+        """See SegmentPlaces."""
+        return {"numa": self._space.facts.numa_node, "target": self._space.facts.target_node}
 
     def close(self) -> None:
         """See SegmentPlaces."""
