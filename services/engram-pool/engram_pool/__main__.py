@@ -19,6 +19,7 @@ from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
 from engram_pool.adapters.tenant_metrics import TenantMetrics
 from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.domain.compute import Compute
@@ -42,6 +43,9 @@ from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
 from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
+from treadle.kernels.dax import dax_facts
+from treadle.kernels.dax_space import DaxSpace
+from treadle.kernels.numa import check_policy
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -122,7 +126,7 @@ async def serve(settings: Settings) -> int:
 
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
-    meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    meters, store = PrometheusMeters(registry), _store(settings)
     doors, queue = open_native_doors(
         workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
     )
@@ -142,6 +146,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
+    meters.observe_device(store.device_nodes)
     meters.observe_scrubber(scrubber)
     meters.observe_directory(directory)
     TenantMetrics(registry, tenants, queue)
@@ -152,6 +157,20 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     )  # fmt: skip
     DoorMetrics(registry, doors)
     return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
+
+
+def _store(settings: Settings) -> SegmentFolder:
+    if settings.dax_device is None:
+        if settings.numa:
+            check_policy(settings.numa)
+        return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
+    facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
+    space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    try:
+        return SegmentFolder(settings.segment_dir, DaxPlaces(space))
+    except BaseException:
+        space.close()
+        raise
 
 
 def build_version() -> str:
