@@ -166,6 +166,14 @@ public:
         return reserved;
     }
 
+    // Nanoseconds that whoever gathers `bytes` beside this queue should wait first, so that a reserve is kept; they are taken off its pace.
+    int64_t pace_ns(int64_t bytes) {
+        std::lock_guard lock(mutex_);
+        const int64_t now = now_ns(), free_at = admission_.bandwidth.free_at_ns(now);
+        admission_.bandwidth.starts(bytes, now);
+        return free_at - now;
+    }
+
     int64_t reserved() {
         std::lock_guard lock(mutex_);
         return admission_.bandwidth.reserved(now_ns());

@@ -65,6 +65,10 @@ class Settings(ServerSettings):
     """Threads that gather for requests at the native doors."""
     door_requests_max: int = 1024
     """Most requests at the native doors that wait for a thread; more are refused."""
+    door_admission: bool = True
+    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    tenants_file: Path | None = None
+    """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0

@@ -46,9 +46,8 @@ def check_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray
     """All checks of `gather_rows`. Raises InvalidArgument for shapes and dtypes, RowOutOfRange naming the first bad id."""
     check_gather_shapes(table, rows, out)
     row_count, _ = table_size(table)
-    bad = (rows < 0) | (rows >= row_count)
-    if bad.any():
-        raise row_out_of_range(rows, int(np.argmax(bad)), row_count)
+    if rows.size and rows.view(np.uint64).max() >= row_count:  # one pass: a negative id is a large number
+        raise row_out_of_range(rows, int(np.argmax((rows < 0) | (rows >= row_count))), row_count)
 
 
 def check_dedup(rows: NDArray[np.int64]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
-from treadle.contract.owners import Door
+from treadle.contract.owners import Door as Door
 from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
