@@ -64,8 +64,6 @@ def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
 
 def flush(data: NDArray[np.uint8]) -> int: ...
 
-DEDUP_ROWS_MAX: int
-
 def unique_rows(rows: NDArray[np.int64], unique: NDArray[np.int64], inverse: NDArray[np.int32]) -> int:
     """U: how much of `unique` [n] was written. Raises MemoryError."""
 
