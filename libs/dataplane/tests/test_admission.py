@@ -76,6 +76,7 @@ def test_a_ticket_that_fits_is_admitted_and_says_when_it_should_be_done(make_que
     ticket = submit(queue, Deadline.after(1.0))
     assert ticket.wait(SECONDS)
     assert ticket.submitted_ns < ticket.predicted_ns < ticket.submitted_ns + 1_000_000_000
+    assert 0 < ticket.busy_ns <= ticket.finished_ns - ticket.started_ns
 
 
 def test_nobody_is_admitted_who_would_make_an_admitted_ticket_late(make_queue: MakeQueue) -> None:

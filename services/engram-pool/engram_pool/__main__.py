@@ -12,9 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from engram_pool.adapters.door_metrics import DoorMetrics
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
-from engram_pool.adapters.native_doors import open_native_doors
+from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
@@ -27,6 +28,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Doors
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubber
@@ -70,6 +72,13 @@ class _Parts:
     server: EngramPoolServer
     scrubber: Scrubber
     membership: Membership
+    doors: Doors
+
+    def listen(self, settings: Settings) -> None:
+        """Open the native doors, once versions are there to be found."""
+        if isinstance(self.doors, NativeDoors):
+            limits = {"connections_max": settings.socket_connections_max, "reply_bytes_max": settings.socket_reply_bytes_max}
+            self.doors.listen(settings.socket_addresses, **limits)
 
     async def drain(self) -> None:
         """Leave the directory first: clients go elsewhere while this pool still answers."""
@@ -88,6 +97,7 @@ async def serve(settings: Settings) -> int:
     served = False  # a pool that never served deletes nothing
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        parts.listen(settings)
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
             asyncio.create_task(parts.scrubber.run_forever()),
@@ -147,7 +157,8 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         reserving=Reserving(bandwidth, compute), tenants=tenants, segment_dir=store.folder,
         gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
-    return _Parts(pool, server, scrubber, Membership(settings, pool, directory))
+    DoorMetrics(registry, doors)
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
 
 
 def _store(settings: Settings) -> SegmentFolder:
