@@ -125,7 +125,9 @@ async def serve(settings: Settings) -> int:
 
 
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
-    open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
+    key = read_key(settings.peer_key_file)
+    keys = dict.fromkeys(settings.peer_list, key) if key is not None else {}  # shown to peers of ours, to nobody a caller names
+    open_peers = partial(open_peer_version, keys=keys, tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), _store(settings)
     doors, queue = open_native_doors(
         workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants

@@ -63,7 +63,7 @@ class Settings(ServerSettings):
     peers: str = ""
     """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
     peer_key_file: Path | None = None
-    """File whose first line is the key that is shown to peers, for repairs and loads; none: no key."""
+    """File whose first line is the key that is shown to `peers`, and to no other pool that a load names; none: no key."""
     peer_tls_root_file: Path | None = None
     """PEM roots that vouch for peers; none: they are spoken to without TLS."""
     warm_bytes_per_second: int = 0

@@ -406,6 +406,7 @@ class Pool:
         if resident is not None and resident.stored.held != held:
             log.info("version put in place anew, with other rows", extra={"model": model.name, "version": model.version})
             self._doors.withdraw(resident.stored)
+            resident.closing = True  # calls that read it go on; none begins
             await self._compute.run(self._store.supersede, resident.stored)
             self._catalogue.drop(resident)
             self._unmapping.append(resident)
@@ -460,6 +461,7 @@ class Pool:
             await self._release(resident)
 
     async def _release(self, resident: Resident) -> None:
+        resident.closing = True
         if resident.warmth is not None:
             resident.warmth.drop()
         await self._compute.run(self._store.release, resident.stored)
