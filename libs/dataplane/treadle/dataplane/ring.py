@@ -139,8 +139,8 @@ class RingCall:
     def _error(self) -> TreadleError:
         what = f"ring {self._client.path}"
         predicted_ns, retry_ns, reason = self._native.refusal()
-        if self._native.fault == Fault.REFUSED and reason:
-            verdict = rule.Verdict(Fault.REFUSED, predicted_ns, retry_ns, reason)
+        if self._native.fault in (Fault.REFUSED, Fault.LATE) and reason:
+            verdict = rule.Verdict(self._native.fault, predicted_ns, retry_ns, reason)
             return rule.refusal(verdict, what, time.monotonic_ns(), self.deadline.at_ns)
         return error_of(self._native.fault, what)
 
