@@ -15,7 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from treadle.client import Fabric
 from treadle.client.engram.pool_types import OwnerShare
@@ -180,7 +181,7 @@ class Blows:
         """Every process serves, owners hear of each other, clients are on the current version and get rows."""
         stage, head = self.stage, version_head(Truth(self.seed, self.stage.prime_base).version)
         for name in stage.pools:
-            stage.wait(lambda name=name: stage.ready(name) and self._sees_all(name), f"{name} serves", BACK_SECONDS)
+            stage.wait(partial(self._serves, name), f"{name} serves and hears of all others", BACK_SECONDS)
         before = {name: counters.read()["gathers"] for name, counters in stage.clients.items()}
 
         def behind() -> list[str]:
@@ -192,7 +193,7 @@ class Blows:
         except ScenarioFailed as error:
             raise ScenarioFailed(f"{error}; not so: {behind()}; {stage.reasons()[-3:]}") from error
 
-    def _sees_all(self, name: str) -> bool:
+    def _serves(self, name: str) -> bool:
         wanted = set(OWNERS) if name in OWNERS else {WHOLE}
 
         def look(fabric: Fabric) -> None:
@@ -200,7 +201,7 @@ class Blows:
             if up != wanted:
                 raise NotFound(f"{name} sees {up}")
 
-        return self.stage.answers(name, look)
+        return self.stage.ready(name) and self.stage.answers(name, look)
 
     # -- loads --------------------------------------------------------------------------------------------------------------------
 
@@ -215,7 +216,7 @@ class Blows:
 
     def _staged(self) -> list[str]:
         """What loads in progress have written."""
-        return [str(path) for path in (self.stage.folder / WHOLE).rglob("*staging*")]
+        return [str(path) for path in (self.stage.folder / WHOLE).glob(".loading-*")]
 
     def _is_loading(self) -> bool:
         return bool(self._staged())
@@ -228,8 +229,6 @@ class Blows:
 
 def half_loaded(fabric: Fabric) -> None:
     """Begin a load that takes a while."""
-    from dataclasses import replace
-
     fabric.engram.load_random(replace(template(HALF_LOADED_PRIME_BASE), name=HALF_LOADED), token_map(), seed=9)
 
 

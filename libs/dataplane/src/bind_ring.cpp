@@ -20,13 +20,14 @@ using LayerTuple = std::tuple<int64_t, int64_t, py::array>;  // number, deadline
 
 [[noreturn]] void fail(int code, const char* what) { throw std::system_error(code, std::generic_category(), what); }
 
-std::unique_ptr<ring::Server> make_server(const EngineRef& engine, std::shared_ptr<Versions> versions, const std::string& path, int clients_max,
-                                          size_t arena_bytes_max, std::vector<uint32_t> users,
-                                          const std::vector<std::pair<py::bytes, int32_t>>& tokens, int hot_rows) {
-    std::vector<ring::Bearer> bearers;
-    for (const auto& [token, tenant] : tokens) bearers.push_back({digest_of(token, "token"), tenant});
-    return std::make_unique<ring::Server>(engine->queue, std::move(versions), engine->piece_rows, path,
-                                          ring::Limits{clients_max, arena_bytes_max, std::move(users)}, std::move(bearers), hot_rows);
+// A forked child has no thread to join: it leaks its copy.
+std::shared_ptr<ring::Server> make_server(const EngineRef& engine, std::shared_ptr<Versions> versions, const std::string& path, int clients_max,
+                                          size_t arena_bytes_max, std::vector<uint32_t> users) {
+    const pid_t made_in = ::getpid();
+    ring::Limits limits{clients_max, arena_bytes_max, std::move(users)};
+    return {new ring::Server(engine->queue, std::move(versions), engine->piece_rows, path, std::move(limits)), [made_in](ring::Server* server) {
+                if (::getpid() == made_in) delete server;
+            }};
 }
 
 py::dict stats_of(const ring::Server& server) {
@@ -201,7 +202,12 @@ void bind_client(py::module_& module) {
         .def_property_readonly("lost", &Client::lost)
         .def_property_readonly("arena_bytes", &Client::arena_bytes)
         .def_property_readonly("arena_taken_bytes", &Client::arena_taken_bytes)
-        .def_property_readonly("hot_rows", &Client::hot_rows)
+        .def_property_readonly("hot_rows",
+                               [](const Client& client) {
+                                   std::vector<int> caches;
+                                   for (const auto& cache : client.hot_rows()) caches.push_back(cache.get());
+                                   return caches;
+                               })
         .def("buffer", &buffer_of)
         .def("submit_lookup", &submit_lookup)
         .def("submit_gather", &submit_gather)
@@ -222,9 +228,10 @@ void raise_refused(std::exception_ptr thrown) {
 void bind_ring(py::module_& module) {
     py::register_exception_translator(raise_refused);
     bind_client(module);
-    py::class_<ring::Server>(module, "RingServer")
+    py::class_<ring::Server, std::shared_ptr<ring::Server>>(module, "RingServer")
         .def(py::init(&make_server), py::keep_alive<1, 2>())
         .def("stats", &stats_of)
+        .def("add_hot_rows", &ring::Server::add_hot_rows)
         .def("close", &ring::Server::close, py::call_guard<py::gil_scoped_release>());
 }
 

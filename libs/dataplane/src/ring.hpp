@@ -76,14 +76,14 @@ struct Hello {
     int64_t now_ns;        // CLOCK_MONOTONIC
 };
 
-// With descriptors, in this order, unless there is a fault: ring, arena, doorbell, and the hot rows where there are some.
+// With descriptors, in this order, unless there is a fault: ring, arena, doorbell, and the caches of hot rows where there are some.
 struct Welcome {
     uint32_t magic, protocol;
     int32_t fault;
     uint32_t descriptors;
     uint64_t arena_bytes;
 };
-inline constexpr int DESCRIPTORS_MAX = 4;
+inline constexpr size_t HOT_ROWS_MAX = 8, DESCRIPTORS_MAX = 3 + HOT_ROWS_MAX;
 
 // Afterwards only this, from server to client: a slot that asked for it has ended.
 struct Notice {

@@ -69,7 +69,7 @@ public:
     bool lost() const noexcept { return lost_.load(std::memory_order_acquire); }
     uint64_t arena_bytes() const noexcept { return memory_.size(); }
     uint64_t arena_taken_bytes() const noexcept { return arena_.taken_bytes(); }
-    int hot_rows() const noexcept { return hot_rows_.get(); }  // -1: the pool has none
+    const std::vector<Descriptor>& hot_rows() const noexcept { return hot_rows_; }
 
     // Null: no room in the arena.
     BlockRef take(uint64_t bytes) {
@@ -191,10 +191,10 @@ private:
     explicit Client(Greeted greeted)
         : socket_(std::move(greeted.socket)),
           doorbell_(std::move(greeted.descriptors.at(2))),
-          hot_rows_(greeted.descriptors.size() > 3 ? std::move(greeted.descriptors[3]) : Descriptor()),
           shared_(greeted.descriptors[0].get(), sizeof(Ring), PROT_READ | PROT_WRITE),
           memory_(greeted.descriptors[1].get(), greeted.welcome.arena_bytes, PROT_READ | PROT_WRITE),
           arena_(greeted.welcome.arena_bytes) {
+        for (size_t i = 3; i < greeted.descriptors.size(); ++i) hot_rows_.push_back(std::move(greeted.descriptors[i]));
         if (!shared_ || !memory_) throw std::system_error(errno, std::generic_category(), "ring: mmap");
         sigset_t all, before;
         sigfillset(&all);
@@ -324,7 +324,8 @@ private:
 
     Ring& ring() const noexcept { return *reinterpret_cast<Ring*>(shared_.data()); }
 
-    const Descriptor socket_, doorbell_, hot_rows_;
+    const Descriptor socket_, doorbell_;
+    std::vector<Descriptor> hot_rows_;
     const Mapping shared_, memory_;
     Arena arena_;
     std::atomic<uint64_t> free_{~uint64_t{0}};

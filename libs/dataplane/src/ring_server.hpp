@@ -10,7 +10,6 @@
 #include <sys/un.h>
 
 #include <map>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -22,12 +21,7 @@ namespace treadle::dataplane::ring {
 struct Limits {
     int clients_max = 64;
     size_t arena_bytes_max = 64u << 20;   // of one client; pages are taken as they are touched
-    std::vector<uint32_t> users;          // who may come beside our own user and root
-};
-
-struct Bearer {
-    Digest token;  // sha256
-    int32_t tenant;
+    std::vector<uint32_t> users;          // who may come beside our own user and root, where no tokens are asked for
 };
 
 inline constexpr int GREETED_MAX = 16;  // connections beside the clients, while they are greeted or told that there is no place
@@ -36,17 +30,14 @@ inline constexpr int EVENTS_MAX = 64;
 
 class Server {
 public:
-    // `path` is bound, the thread runs. `queue` and `versions` outlive it. `bearers`: then a token is asked for, whoever comes.
-    // `hot_rows`: a descriptor for clients to map read-only, or -1. Throws std::system_error.
-    Server(Queue& queue, std::shared_ptr<const Versions> versions, int64_t piece_rows, const std::string& path, Limits limits,
-           std::vector<Bearer> bearers, int hot_rows)
+    // `path` is bound, the thread runs. `queue` outlives it; where its tenants have tokens, one is asked for, whoever comes.
+    // Throws std::system_error.
+    Server(Queue& queue, std::shared_ptr<const Versions> versions, int64_t piece_rows, const std::string& path, Limits limits)
         : queue_(queue),
           versions_(std::move(versions)),
           piece_rows_(piece_rows),
           path_(path),
           limits_(std::move(limits)),
-          bearers_(std::move(bearers)),
-          hot_rows_(hot_rows < 0 ? -1 : ::fcntl(hot_rows, F_DUPFD_CLOEXEC, 0)),
           listener_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)),
           stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
           events_(::epoll_create1(EPOLL_CLOEXEC)) {
@@ -75,6 +66,16 @@ public:
         [[maybe_unused]] const auto written = ::write(stop_.get(), &one, sizeof one);
         thread_.join();
         ::unlink(path_.c_str());
+    }
+
+    // Clients that come from now on may map this cache, read-only. False: HOT_ROWS_MAX are known, or there is no descriptor left.
+    bool add_hot_rows(int fd) {
+        std::lock_guard lock(hot_rows_mutex_);
+        if (hot_rows_.size() >= HOT_ROWS_MAX) return false;
+        hot_rows_.emplace_back(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+        if (hot_rows_.back().get() >= 0) return true;
+        hot_rows_.pop_back();
+        return false;
     }
 
     const Tally& tally() const noexcept { return tally_; }
@@ -118,7 +119,7 @@ private:
             check(::bind(listener_.get(), name, sizeof address) == 0, "bind");
         }
         // The path lets everybody in who may come at all: who that is, the kernel's credentials and the token say.
-        const bool others = !limits_.users.empty() || !bearers_.empty();
+        const bool others = !limits_.users.empty() || asks_for_tokens();
         check(::chmod(path_.c_str(), others ? 0666 : 0600) == 0 && ::listen(listener_.get(), SOMAXCONN) == 0, "listen");
     }
 
@@ -212,7 +213,8 @@ private:
         --silent_;
         clients_.fetch_add(1, std::memory_order_relaxed);
         std::vector<int> handed{guest.session->ring_memory.get(), guest.session->arena_memory.get(), guest.session->doorbell.get()};
-        if (hot_rows_.get() >= 0) handed.push_back(hot_rows_.get());
+        std::lock_guard lock(hot_rows_mutex_);
+        for (const Descriptor& cache : hot_rows_) handed.push_back(cache.get());
         return send_welcome(socket, Fault::none, bytes, handed);
     }
 
@@ -221,26 +223,16 @@ private:
         socklen_t size = sizeof caller;
         if (::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &caller, &size) != 0) return Fault::forbidden;
         if (std::abs(hello.now_ns - now_ns()) > CLOCKS_APART_NS) return Fault::invalid;
-        if (!bearers_.empty()) {
-            const std::optional<int32_t> bearer = tenant_of(hello.token);
-            tenant = bearer.value_or(0);
-            return bearer ? Fault::none : Fault::forbidden;
-        }
+        tenant = queue_.tenants().find(hello.token);
+        if (tenant < 0) return Fault::forbidden;
+        if (asks_for_tokens()) return Fault::none;
         const bool known = caller.uid == ::geteuid() || caller.uid == 0 ||
                            std::find(limits_.users.begin(), limits_.users.end(), caller.uid) != limits_.users.end();
         return known ? Fault::none : Fault::forbidden;
     }
 
-    // Every byte of every token is looked at, so that time tells nothing.
-    std::optional<int32_t> tenant_of(const Digest& token) const noexcept {
-        std::optional<int32_t> found;
-        for (const Bearer& bearer : bearers_) {
-            unsigned difference = 0;
-            for (size_t i = 0; i < token.size(); ++i) difference |= static_cast<unsigned>(token[i] ^ bearer.token[i]);
-            if (difference == 0) found = bearer.tenant;
-        }
-        return found;
-    }
+    // No token hashes to zeros.
+    bool asks_for_tokens() const noexcept { return queue_.tenants().find(Digest{}) < 0; }
 
     static bool send_welcome(int socket, Fault fault, size_t arena_bytes, const std::vector<int>& descriptors) noexcept {
         Welcome welcome{MAGIC, PROTOCOL, static_cast<int32_t>(fault), static_cast<uint32_t>(descriptors.size()), arena_bytes};
@@ -302,8 +294,9 @@ private:
     const int64_t piece_rows_;
     const std::string path_;
     const Limits limits_;
-    const std::vector<Bearer> bearers_;
-    const Descriptor hot_rows_, listener_, stop_, events_;
+    const Descriptor listener_, stop_, events_;
+    std::mutex hot_rows_mutex_;
+    std::vector<Descriptor> hot_rows_;
     Tally tally_;
     std::atomic<int> clients_{0};
     // Of the thread alone.

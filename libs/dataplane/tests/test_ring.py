@@ -33,7 +33,7 @@ from treadle.contract import (
     Windows,
 )
 from treadle.contract.families import qwen_ple_model
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Versions
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Tenants, Versions
 from treadle.dataplane.faults import Fault
 from treadle.dataplane.ring import SLOTS, RingClient, RingServer
 from treadle.kernels import HashPlan, gather_rows, lookup
@@ -258,14 +258,15 @@ def test_a_cancelled_call_says_which_rows_are_there(host: Host) -> None:
 
 def test_a_token_is_asked_for_where_there_are_tokens(host: Host, tmp_path: Path) -> None:
     path, token = str(tmp_path / "with-token"), b"t" * 32
-    server = RingServer(path, host.queue, host.versions, tokens={token: 3, b"u" * 32: 4})
-    for wrong in (bytes(32), b"v" * 32):
-        with pytest.raises(AccessDenied):
-            RingClient(path, token=wrong)
-    out = np.empty((1, ROW_BYTES), np.uint8)
-    with RingClient(path, token=token) as client:
-        gather(client, np.arange(1), out)
-    server.close()
+    with DeadlineQueue(tenants=Tenants(tokens={token: 0, b"u" * 32: 0}), implementation="native") as queue:
+        server = RingServer(path, queue, host.versions)
+        for wrong in (bytes(32), b"v" * 32):
+            with pytest.raises(AccessDenied):
+                RingClient(path, token=wrong)
+        out = np.empty((1, ROW_BYTES), np.uint8)
+        with RingClient(path, token=token) as client:
+            gather(client, np.arange(1), out)
+        server.close()
 
 
 CLIENT_OF_ANOTHER_USER = """

@@ -7,6 +7,7 @@
 
 #include "../include/treadle/kernels/crc32c.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
+#include "../include/treadle/kernels/flush.hpp"
 #include "../include/treadle/kernels/guard.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
 #include "arrays.hpp"
@@ -168,6 +169,13 @@ std::optional<uint32_t> crc32c(const Array<uint8_t>& data, uint32_t crc) {
     return after;
 }
 
+int flush(const Array<uint8_t>& data) {
+    const auto* const bytes = reinterpret_cast<const std::byte*>(data.data());
+    const auto size = static_cast<size_t>(data.size());
+    const py::gil_scoped_release released;
+    return static_cast<int>(tk::flush(bytes, size));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
@@ -186,6 +194,7 @@ PYBIND11_MODULE(_native, module) {
     module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), py::arg("scale"), exact("rows"),
                exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
+    module.def("flush", &flush, exact("data"));
     bind_dedup(module);
     bind_prefetch(module);
 }

@@ -41,19 +41,19 @@ class RingRefused(Exception):
 class RingServer:
     """Serves `versions` to processes of this host, on the threads of `queue`. Close it before the queue.
 
+    Where the tenants of `queue` have tokens, a client needs one of them, whoever it is.
+
     path:            of a Unix socket; one that a dead process left there is replaced
     clients_max:     connections at once
     arena_bytes_max: most memory of one client; its pages are taken as they are touched
-    users:           ids that may connect beside our own user and root
-    tokens:          sha256 of a token -> its tenant; then every client needs one of them
-    hot_rows:        descriptor of a hot-row cache that clients may map, read-only; None: there is none
+    users:           ids that may connect beside our own user and root, where there are no tokens
 
     Raises InvalidArgument for limits, Unavailable where the path cannot be bound or the native extension was not built.
     """
 
     def __init__(
         self, path: str, queue: DeadlineQueue, versions: Versions, *, clients_max: int = 64, arena_bytes_max: int = ARENA_BYTES,
-        users: Sequence[int] = (), tokens: Mapping[bytes, int] | None = None, hot_rows: int | None = None,
+        users: Sequence[int] = (),
     ) -> None:  # fmt: skip
         if not 1 <= clients_max <= CLIENTS_MAX:
             raise InvalidArgument(f"clients_max: 1 to {CLIENTS_MAX}, got {clients_max}")
@@ -63,11 +63,15 @@ class RingServer:
         try:
             self._native: Any = native_module().RingServer(
                 queue.native_engine(), versions.native, path, clients_max, arena_bytes_max, list(users),
-                list((tokens or {}).items()), -1 if hot_rows is None else hot_rows,
             )  # fmt: skip
         except OSError as error:
             raise Unavailable(f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?") from error
         self._closing = weakref.finalize(self, _close_in, os.getpid(), self._native)
+
+    def add_hot_rows(self, descriptor: int) -> None:
+        """Let clients that come from now on map a cache (`HotRows.descriptor`), read-only. Raises ResourceExhausted beyond 8."""
+        if not self._native.add_hot_rows(descriptor):
+            raise ResourceExhausted(f"ring {self.path}: 8 caches are known already, or no descriptor is left")
 
     def stats(self) -> dict[str, int]:
         """clients, and totals since the start: requests_total, rows_total, refused_total, failed_total."""
@@ -181,10 +185,9 @@ class RingClient:
         return int(self._native.arena_taken_bytes)
 
     @property
-    def hot_rows(self) -> int | None:
-        """Descriptor of the pool's hot-row cache, this client's; None: it has none."""
-        descriptor = int(self._native.hot_rows)
-        return None if descriptor < 0 else descriptor
+    def hot_rows(self) -> list[int]:
+        """Descriptors of the pool's hot-row caches, this client's, one for each size of rows."""
+        return list(self._native.hot_rows)
 
     def buffer(self, shape: tuple[int, ...]) -> Rows:
         """An `out` in shared memory, which rows go into without a copy. Its memory is free again with the last array over it.

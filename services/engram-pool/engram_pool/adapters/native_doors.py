@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engram_pool.domain.ports import Door, Doors, NoDoors, StoredVersion
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Tenants, Versions
+from engram_pool.domain.ports import Doors, NoDoors, StoredVersion
+from treadle.contract.owners import Door
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, SocketServer, Tenants, Versions
 from treadle.kernels import HashPlan
 
 log = logging.getLogger("engram_pool")
@@ -30,6 +31,7 @@ class NativeDoors:
         self, *, workers: int, tickets_max: int, piece_rows: int = 1024, admission: bool = False, tenants: Tenants | None = None
     ) -> None:
         self.versions = Versions()
+        self.socket: SocketServer | None = None
         self.queue = DeadlineQueue(
             workers=workers,
             tickets_max=tickets_max,
@@ -41,8 +43,16 @@ class NativeDoors:
 
     @property
     def open_doors(self) -> Sequence[Door]:
-        """See Doors."""
-        return ()
+        """See Doors. Unix sockets first: they cost less."""
+        addresses = () if self.socket is None else self.socket.addresses
+        return [Door("socket", address) for address in sorted(addresses, key=lambda address: not address.startswith("unix:"))]
+
+    def listen(self, addresses: Sequence[str], *, connections_max: int, reply_bytes_max: int) -> None:
+        """Open the socket door; nothing for no addresses. Once only. Raises InvalidArgument and Unavailable naming the address."""
+        if addresses:
+            self.socket = SocketServer(
+                self.queue, self.versions, addresses, connections_max=connections_max, reply_bytes_max=reply_bytes_max
+            )
 
     def publish(self, stored: StoredVersion) -> None:
         """See Doors."""
@@ -72,9 +82,13 @@ class NativeDoors:
 
     def drain(self) -> None:
         """See Doors."""
+        if self.socket is not None:
+            self.socket.drain()
 
     def close(self) -> None:
         """See Doors."""
+        if self.socket is not None:
+            self.socket.close()
         self.queue.close()
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.client.engram.hints import TakesHints
-from treadle.client.engram.sources import FakeSource, RowSource, TableSource
+from treadle.client.engram.sources import FakeSource, HasBuffers, RowSource, TableSource
+from treadle.client.engram.spread import Replica, SpreadSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
 from treadle.contract.warm_state import WarmState
@@ -39,6 +40,11 @@ class EngramHandle:
         return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
 
     @property
+    def replicas(self) -> list[Replica]:
+        """The owners that are asked, where there are several: whether each is reachable and held, and its share of the rows."""
+        return self._source.replicas if isinstance(self._source, SpreadSource) else []
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """0-based decoder layers that have a table."""
         return self.model.layers
@@ -46,6 +52,14 @@ class EngramHandle:
     def rows_buffer(self, token_count: int) -> Rows:
         """A new `out` for one layer: u8 [token_count, C, row_bytes], the caller's."""
         return np.empty((token_count, self.model.columns, self.model.row.bytes), dtype=np.uint8)
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` that rows of this handle reach without a copy: u8, the caller's, given back with the last array over it.
+
+        By ring it lies in memory that is shared with the pool, so let go of it soon; by other transports it is ordinary memory.
+        Raises ResourceExhausted when the ring's memory is taken.
+        """
+        return self._source.buffer(shape) if isinstance(self._source, HasBuffers) else np.empty(shape, dtype=np.uint8)
 
     def gather(self, layer: int, rows: NDArray[np.int64], out: Rows | None = None) -> Rows:
         """Rows of `layer` by id, head offsets added.

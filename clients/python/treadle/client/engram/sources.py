@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +64,14 @@ class RowSource(Protocol):
 
     def close(self) -> None:
         """Give the memory back; tickets still queued end as cancelled."""
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A source with memory of its own for rows."""
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` that rows go into without a copy. Raises ResourceExhausted."""
 
 
 class TableSource:
