@@ -49,9 +49,7 @@ def attach(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 def peers(
     quick: Quick = False,
     json: Json = False,
-    only: Annotated[
-        list[str] | None, typer.Option(help="Only this peer, such as mapped, numpy or redis; may be repeated.")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Only this peer, such as mapped, numpy or redis; may be repeated.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write latency against tokens to this file, .svg or .png.")] = None,
 ) -> None:
     """Rows of models' tables by numpy, torch, engramdb, service-ple, Redis, LMDB, Mooncake, and by treadle (8 minutes, 12 GB)."""

@@ -13,20 +13,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle_bench.own_venv import interpreter_with
+from treadle_bench.peers.id_sets import IdSets
 from treadle_bench.peers.peer import Fetcher, Held, Peer
-from treadle_bench.peers.process import process_fetcher
+from treadle_bench.peers.process import ProcessFetcher, TableFile, process_fetcher
 
 REQUIREMENT = "engramdb-python==0.3.0"
 
 
 @contextmanager
+def engramdb_fetcher(table: TableFile, ids: IdSets) -> Iterator[ProcessFetcher]:
+    """engramdb over a file of rows, from its first byte. Raises Unavailable where it cannot be installed or run."""
+    whole: NDArray[np.uint8] = np.memmap(table.path, dtype=np.uint8, mode="r")
+    truth = whole[: whole.size // table.row_bytes * table.row_bytes].reshape(-1, table.row_bytes)
+    with process_fetcher("engramdb", "engramdb_fetch.py", interpreter_with(REQUIREMENT), table, ids=ids, truth=truth) as fetcher:
+        yield fetcher
+
+
+@contextmanager
 def _opened(held: Held) -> Iterator[Sequence[Fetcher]]:
-    whole: NDArray[np.uint8] = np.memmap(held.path, dtype=np.uint8, mode="r")
-    width, rows = held.layout.row.bytes, len(held.table)
-    truth = whole[: whole.size // width * width].reshape(-1, width)
-    with process_fetcher(
-        "engramdb", "engramdb_fetch.py", interpreter_with(REQUIREMENT), held, ids=held.id_sets(rows), rows=rows, truth=truth
-    ) as fetcher:
+    rows = len(held.table)
+    with engramdb_fetcher(TableFile(held.path, 0, rows, held.layout.row.bytes), held.id_sets(rows)) as fetcher:
         yield [fetcher]
 
 

@@ -56,7 +56,9 @@ def check_plot(path: Path) -> None:
 def plot(rows: Sequence[Row], ours: Sequence[str], path: Path) -> None:
     """Write the plot, without a display."""
     panels = by_model(rows)
-    colours = {name: f"C{place % 10}" for place, name in enumerate(dict.fromkeys(name for lines in panels.values() for name in lines))}
+    colours = {
+        name: f"C{place % 10}" for place, name in enumerate(dict.fromkeys(name for lines in panels.values() for name in lines))
+    }
     across = min(PANELS_A_LINE, len(panels)) or 1
     down = -(-len(panels) // across) or 1
     figure = _matplotlib().Figure(figsize=(PANEL_INCHES[0] * across, PANEL_INCHES[1] * down), layout="constrained")
@@ -66,7 +68,15 @@ def plot(rows: Sequence[Row], ours: Sequence[str], path: Path) -> None:
         for name, line in lines.items():
             counts = sorted(line)
             width = OURS_WIDTH if name in ours else THEIRS_WIDTH
-            axes.plot(counts, [line[count] for count in counts], marker="o", markersize=3, linewidth=width, color=colours[name], label=name)
+            axes.plot(
+                counts,
+                [line[count] for count in counts],
+                marker="o",
+                markersize=3,
+                linewidth=width,
+                color=colours[name],
+                label=name,
+            )
         axes.set_xticks(counts_of(lines), [str(count) for count in counts_of(lines)], minor=False)
         axes.set_xlabel("tokens")
         axes.set_ylabel("µs, median")

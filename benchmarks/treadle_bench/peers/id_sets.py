@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
 
 
+@dataclass(frozen=True, slots=True)
 class IdSets:
-    """Ids of `tokens_kept` tokens, made beforehand. Column c of a token lies in the c-th of `columns` equal ranges of the table."""
+    """ids: [tokens, columns] int64, from which sets of any number of tokens are taken."""
 
-    def __init__(self, table_rows: int, columns: int, tokens_kept: int, seed: int = 0) -> None:
+    ids: NDArray[np.int64]
+
+    @classmethod
+    def uniform(cls, table_rows: int, columns: int, tokens: int, seed: int = 0) -> IdSets:
+        """Ids of so many tokens. Column c of a token lies in the c-th of `columns` equal ranges of the table, which are its heads."""
         if table_rows < columns:
             raise InvalidArgument(f"a table of {table_rows} rows has no {columns} heads")
-        self.head_rows = table_rows // columns
-        chance = np.random.default_rng(seed)
-        local = chance.integers(0, self.head_rows, size=(tokens_kept, columns), dtype=np.int64)
-        self.ids: NDArray[np.int64] = local + np.arange(columns, dtype=np.int64) * self.head_rows
+        head_rows = table_rows // columns
+        local = np.random.default_rng(seed).integers(0, head_rows, size=(tokens, columns), dtype=np.int64)
+        return cls(local + np.arange(columns, dtype=np.int64) * head_rows)
 
-    def first_token(self, number: int, tokens: int) -> int:
-        """Where the set with that number begins; sets follow each other and begin anew when all ids were used."""
-        return number % (len(self.ids) // tokens) * tokens
+    def sets(self, tokens: int) -> int:
+        """How many sets of so many tokens there are."""
+        return len(self.ids) // tokens
 
     def rows(self, first: int, tokens: int) -> NDArray[np.int64]:
         """[tokens, columns] int64, a view."""

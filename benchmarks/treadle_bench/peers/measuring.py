@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -24,6 +24,7 @@ from treadle_bench.peers.layouts import LAYOUTS, QUICK_LAYOUTS, TOKEN_MAP, Layou
 from treadle_bench.peers.peer import Fetcher, Held, Peer
 from treadle_bench.pool_process import pool_process
 from treadle_bench.report import Row, interleave, rows_of
+from treadle_bench.timing import Timed, on_fresh_sets
 
 PEERS: tuple[Peer, ...] = (
     *treadle_rows.PEERS, listing1.PEER, numpy_rows.PEER, torch_rows.PEER,
@@ -33,24 +34,29 @@ OURS = tuple(peer.name for peer in treadle_rows.PEERS)
 RUN_SECONDS_MAX = 480.0
 ROUNDS_MIN, ROUNDS_MAX = 3, 400
 WARM_ROUNDS = 2
-SETTLE_TOKENS, SETTLE_SECONDS = 64, 0.3  # of each fetcher before its first figure: a virtual machine's host gives new memory its pages late
+SETTLE_TOKENS = 64
 FETCH_SECONDS_MAX = 2.5  # a peer that takes longer is not asked for more tokens: it would take the others' time
 BYTES_BESIDE = 2 << 30  # of memory, for peers that copy rows, and for processes
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How much is measured. seconds: of each number of tokens, for the calls here and for each peer in a process of its own."""
+    """How much is measured.
+
+    seconds:        of each number of tokens, for the calls here and for each peer in a process of its own
+    settle_seconds: of each fetcher before its first figure: a virtual machine's host gives new memory its final pages only after use
+    """
 
     layouts: tuple[Layout, ...] = LAYOUTS
     tokens: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096)
     seconds_here: float = 3.0
     seconds_apart: float = 1.0
+    settle_seconds: float = 0.3
     copied_rows: int = 1_000_000
     table_bytes_max: int | None = None
 
 
-QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.3, copied_rows=50_000, table_bytes_max=128_000_000)
+QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000)
 
 
 @dataclass(slots=True)
@@ -114,17 +120,19 @@ def _measure_here(held: Held, extent: Extent, peers: Sequence[Peer], findings: F
         for peer in peers:
             fetchers += _opened(stack, peer, held, findings)
         if peers:
-            _measure(held, fetchers, extent.tokens, extent.seconds_here, findings)
+            _measure(held, fetchers, extent, extent.seconds_here, findings)
 
 
 def _measure_apart(held: Held, extent: Extent, peer: Peer, findings: Findings) -> None:
     if time.monotonic() > findings.until:
-        findings.note(f"skipped: {peer.name}, {held.layout.model}: the run's {RUN_SECONDS_MAX:.0f} s are over; --only {peer.name} measures it")
+        findings.note(
+            f"skipped: {peer.name}, {held.layout.model}: the run's {RUN_SECONDS_MAX:.0f} s are over; --only {peer.name} measures it"
+        )
         return
     with ExitStack() as stack:
         fetchers = _opened(stack, peer, held, findings)
         if fetchers:
-            _measure(held, [numpy_rows.take(held), *fetchers], extent.tokens, extent.seconds_apart, findings, beside=peer.name)
+            _measure(held, [numpy_rows.take(held), *fetchers], extent, extent.seconds_apart, findings, beside=peer.name)
 
 
 def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Sequence[Fetcher]:
@@ -135,9 +143,7 @@ def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Seq
         return ()
 
 
-def _measure(
-    held: Held, fetchers: Sequence[Fetcher], tokens: Sequence[int], seconds: float, findings: Findings, beside: str = ""
-) -> None:
+def _measure(held: Held, fetchers: Sequence[Fetcher], extent: Extent, seconds: float, findings: Findings, beside: str = "") -> None:
     """One row for each fetcher and number of tokens; the first fetcher is the baseline."""
     table_rows = min(fetcher.table_rows for fetcher in fetchers)
     ids = held.id_sets(table_rows)
@@ -145,19 +151,26 @@ def _measure(
     params: dict[str, object] = {"model": held.layout.model, "rows": held.layout.name, "table_rows": table_rows, "pages": "4KiB"}
     params |= {"beside": beside} if beside else {}
     for place, fetcher in enumerate(fetchers):
-        _settle(fetcher, ids, place)
-    for count in tokens:
+        _settle(fetcher, ids, place, extent.settle_seconds)
+    for count in extent.tokens:
         left = [fetcher for fetcher in left if _answers(fetcher, ids, count, findings, held)]
         if len(left) < 2 or time.monotonic() > findings.until:
             return
-        variants = {fetcher.name: _timed(fetcher, ids, place, len(left), count) for place, fetcher in enumerate(left)}
+        variants = {
+            fetcher.name: on_fresh_sets(_by_set(fetcher, ids, count), place, len(left), ids.sets(count))
+            for place, fetcher in enumerate(left)
+        }
         took_us = _warm(variants)
         rounds = max(ROUNDS_MIN, min(ROUNDS_MAX, int(seconds * 1e6 / sum(took_us.values()))))
-        samples = interleave(variants, rounds, seed=count, what=f"{held.layout.title}, {count} tokens{', ' + beside if beside else ''}")
+        samples = interleave(
+            variants, rounds, seed=count, what=f"{held.layout.title}, {count} tokens{', ' + beside if beside else ''}"
+        )
         findings.rows += rows_of(samples, {**params, "tokens": count}, "us", left[0].name)
         for fetcher in tuple(left):
             if took_us[fetcher.name] > FETCH_SECONDS_MAX * 1e6:
-                findings.note(f"{fetcher.name}, {held.layout.model}: takes {took_us[fetcher.name] / 1e6:.1f} s for {count} tokens, no more asked")
+                findings.note(
+                    f"{fetcher.name}, {held.layout.model}: takes {took_us[fetcher.name] / 1e6:.1f} s for {count} tokens, no more asked"
+                )
                 left.remove(fetcher)
 
 
@@ -175,18 +188,18 @@ def _answers(fetcher: Fetcher, ids: IdSets, tokens: int, findings: Findings, hel
     return right
 
 
-def _settle(fetcher: Fetcher, ids: IdSets, place: int) -> None:
-    until, number = time.monotonic() + SETTLE_SECONDS, place
+def _settle(fetcher: Fetcher, ids: IdSets, place: int, seconds: float) -> None:
+    fetch = on_fresh_sets(_by_set(fetcher, ids, SETTLE_TOKENS), place, 1, ids.sets(SETTLE_TOKENS))
+    until, number = time.monotonic() + seconds, 0
     while time.monotonic() < until:
-        fetcher.microseconds(ids, ids.first_token(number, SETTLE_TOKENS), SETTLE_TOKENS)
+        fetch(number)
         number += 1
 
 
-def _timed(fetcher: Fetcher, ids: IdSets, place: int, variants: int, tokens: int) -> Callable[[int], float]:
-    """Microseconds of a set of ids that no other variant has just used, so that no cache holds its rows."""
-    return lambda number: fetcher.microseconds(ids, ids.first_token(number * variants + place, tokens), tokens)
+def _by_set(fetcher: Fetcher, ids: IdSets, tokens: int) -> Timed:
+    return lambda number: fetcher.microseconds(ids, number * tokens, tokens)
 
 
-def _warm(variants: Mapping[str, Callable[[int], float]]) -> dict[str, float]:
+def _warm(variants: Mapping[str, Timed]) -> dict[str, float]:
     """The last of a few fetches of each, microseconds."""
     return {name: [act(number) for number in range(WARM_ROUNDS)][-1] for name, act in variants.items()}

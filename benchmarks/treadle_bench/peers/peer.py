@@ -37,15 +37,14 @@ class Held:
 
     def id_sets(self, table_rows: int) -> IdSets:
         """Ids below `table_rows`."""
-        return IdSets(table_rows, self.layout.columns, IDS_BYTES_MAX // 8 // self.layout.columns)
+        return IdSets.uniform(table_rows, self.layout.columns, IDS_BYTES_MAX // 8 // self.layout.columns)
 
 
 class Fetcher(Protocol):
-    """Fetches rows. `table_rows`: how many first rows of the table it knows; `remark`: what to know of its figures."""
+    """Fetches rows. `table_rows`: how many first rows of the table it knows."""
 
     name: str
     table_rows: int
-    remark: str
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
         """What fetching the rows of `tokens` tokens took. ids: always the same object. Raises Unavailable for no answer in time."""
@@ -74,9 +73,9 @@ class Call:
         buffer: Callable[[tuple[int, ...]], NDArray[np.uint8]] | None = None,
     ) -> None:  # fmt: skip
         """act: returns None if the rows lie in `out`, else what holds them; buffer: makes `out`, as arrays that are there to be filled"""
-        self.name, self.table_rows, self.remark = name, len(held.table), ""
+        self.name, self.table_rows = name, len(held.table)
         self._held, self._act, self._buffer = held, act, buffer or _written
-        self._out = np.empty(0, dtype=np.uint8)
+        self._out: NDArray[np.uint8] | None = None
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
         wanted, out = ids.rows(first, tokens), self._out_of(tokens)
@@ -93,7 +92,7 @@ class Call:
 
     def _out_of(self, tokens: int) -> NDArray[np.uint8]:
         shape = (tokens, self._held.layout.columns, self._held.layout.row.bytes)
-        if self._out.shape != shape:
+        if self._out is None or self._out.shape != shape:
             self._out = self._buffer(shape)
         return self._out
 

@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,12 +33,22 @@ SAID_MAX = 600  # characters of what a process says at its end
 MEMORY = Path("/dev/shm")
 
 
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """Rows as they lie in a file: `rows` of `row_bytes` from `offset_bytes` on."""
+
+    path: Path
+    offset_bytes: int
+    rows: int
+    row_bytes: int
+
+
 class ProcessFetcher:
     """A running peer; made by `process_fetcher`."""
 
     def __init__(self, name: str, table_rows: int, truth: NDArray[np.uint8], process: subprocess.Popen[str], log: IO[str]) -> None:
         """truth: u8 [rows, row_bytes], what it must answer with, by row id"""
-        self.name, self.table_rows, self.remark = name, table_rows, ""
+        self.name, self.table_rows = name, table_rows
         self._truth, self._process, self._log = truth, process, log
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
@@ -71,12 +82,12 @@ class ProcessFetcher:
 
 @contextmanager
 def process_fetcher(
-    name: str, script: str, python: Path, held: Held, *, ids: IdSets, rows: int, truth: NDArray[np.uint8],
+    name: str, script: str, python: Path, table: TableFile, *, ids: IdSets, truth: NDArray[np.uint8],
     own_network: bool = False, more: Mapping[str, Any] | None = None,
 ) -> Iterator[ProcessFetcher]:  # fmt: skip
     """Start `script` by an interpreter and wait until it is ready.
 
-    rows: of the table that it copies, or all; ids: below it; truth: as of ProcessFetcher
+    ids: below the table's rows; truth: as of ProcessFetcher
     own_network: it sees a loopback of its own alone, and nobody sees it; for servers that listen on all addresses without a key
     Raises Unavailable with its last words.
     """
@@ -84,8 +95,8 @@ def process_fetcher(
         wanted = Path(folder, "ids.bin")
         ids.ids.tofile(wanted)
         asked = {
-            "table": str(held.path), "offset_bytes": held.offset_bytes, "rows": rows, "row_bytes": held.layout.row.bytes,
-            "columns": held.layout.columns, "ids": str(wanted), "folder": folder, **(more or {}),
+            "table": str(table.path), "offset_bytes": table.offset_bytes, "rows": table.rows, "row_bytes": table.row_bytes,
+            "columns": ids.ids.shape[1], "ids": str(wanted), "folder": folder, **(more or {}),
         }  # fmt: skip
         command = [str(python), str(SCRIPTS / script), json.dumps(asked)]
         with subprocess.Popen(
@@ -93,7 +104,7 @@ def process_fetcher(
             start_new_session=True, env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         ) as process:  # fmt: skip
             try:
-                fetcher = ProcessFetcher(name, rows, truth, process, log)
+                fetcher = ProcessFetcher(name, table.rows, truth, process, log)
                 if fetcher.read_line(READY_SECONDS_MAX) != [READY]:
                     raise Unavailable("its process says other things than that it is ready")
                 yield fetcher
@@ -107,8 +118,9 @@ def copying_fetcher(
 ) -> Iterator[ProcessFetcher]:
     """`process_fetcher` for a peer that keeps a table in a form of its own: it gets the first `held.copied_rows` rows."""
     rows = held.copied_rows
+    table = TableFile(held.path, held.offset_bytes, rows, held.layout.row.bytes)
     with process_fetcher(
-        name, script, python, held, ids=held.id_sets(rows), rows=rows, truth=held.table[:rows], own_network=own_network, more=more
+        name, script, python, table, ids=held.id_sets(rows), truth=held.table[:rows], own_network=own_network, more=more
     ) as fetcher:
         yield fetcher
 
@@ -117,7 +129,9 @@ def _alone() -> Sequence[str]:
     """What to put before a command to run it in a network of its own, which goes when it ends."""
     tools = [shutil.which(tool) for tool in ("unshare", "ip", "sh")]
     if None in tools:
-        raise Unavailable("it listens on all addresses without a key, so it runs in a network of its own only: apt-get install iproute2")
+        raise Unavailable(
+            "it listens on all addresses without a key, so it runs in a network of its own only: apt-get install iproute2"
+        )
     as_root = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     prefix = ["unshare", *as_root, "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, timeout=END_SECONDS_MAX, check=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from answering import answer, ended, started, task, wait_for  # type: ignore[import-not-found,unused-ignore]
-from mooncake import store  # type: ignore[import-not-found,unused-ignore]
+from mooncake import store  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 MASTER_PORT, METRICS_PORT, NODE_PORT = 21751, 21752, 21753  # below the ephemeral range
 MASTER = f"127.0.0.1:{MASTER_PORT}"
@@ -47,7 +47,9 @@ def main() -> None:
         engram = _store(asked, head_rows)
         heads = np.arange(columns, dtype=np.int64) * head_rows
         answer(
-            asked, lambda ids: (np.asarray(ids, dtype=np.int64).reshape(-1, columns) - heads)[np.newaxis], lambda ids: engram.lookup(ids).data
+            asked,
+            lambda ids: (np.asarray(ids, dtype=np.int64).reshape(-1, columns) - heads)[np.newaxis],
+            lambda ids: engram.lookup(ids).data,
         )
 
 
@@ -61,7 +63,9 @@ def _store(asked: dict[str, Any], head_rows: int) -> Any:
     config.embedding_dim = asked["row_bytes"] // 4
     engram = store.EngramStore(0, config, client)
     bytes_of_head = head_rows * asked["row_bytes"]
-    whole = np.memmap(asked["table"], dtype=np.uint8, mode="r", offset=asked["offset_bytes"], shape=(asked["columns"] * bytes_of_head,))
+    whole = np.memmap(
+        asked["table"], dtype=np.uint8, mode="r", offset=asked["offset_bytes"], shape=(asked["columns"] * bytes_of_head,)
+    )
     engram.populate([np.array(head).view(np.float32).reshape(head_rows, -1) for head in whole.reshape(asked["columns"], -1)])
     return engram
 

@@ -17,7 +17,8 @@ def main() -> None:
     folder = Path(asked["folder"])
     address, log = folder / "redis.sock", folder / "redis.log"
     server = started(
-        [asked["server"], "--port", "0", "--unixsocket", str(address), "--save", "", "--appendonly", "no", "--dir", str(folder)], log
+        [asked["server"], "--port", "0", "--unixsocket", str(address), "--save", "", "--appendonly", "no", "--dir", str(folder)],
+        log,
     )
     try:
         wait_for(address.exists, server, log)

@@ -25,7 +25,9 @@ def main() -> None:
     folder = Path(asked["folder"])
     table, log = folder / "ple-fp8.safetensors", folder / "server.log"
     _write(table, asked)
-    server = started([str(Path(sys.executable).with_name("service-ple-server")), "--fichero", str(table), "--puerto", str(PORT)], log)
+    server = started(
+        [str(Path(sys.executable).with_name("service-ple-server")), "--fichero", str(table), "--puerto", str(PORT)], log
+    )
     try:
         wait_for(_listens, server, log)
         table.unlink()  # it has its own copy
