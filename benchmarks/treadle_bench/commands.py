@@ -53,9 +53,6 @@ def peers(
     plot: Annotated[Path | None, typer.Option(help="Write latency against tokens to this file, .svg or .png.")] = None,
 ) -> None:
     """Rows of models' tables by numpy, torch, engramdb, service-ple, Redis, LMDB, Mooncake, and by treadle (8 minutes, 12 GB)."""
-    from treadle.chassis.threads import set_compute_threads
-
-    set_compute_threads(1)
     from treadle_bench.peers.command import run_and_show
 
     _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])

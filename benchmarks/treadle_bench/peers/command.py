@@ -25,8 +25,9 @@ def run_and_show(*, only: Sequence[str], quick: bool, as_json: bool, plot_to: Pa
         sys.stdout.write(json.dumps(whole) + "\n")
         return bool(found.rows)
     console = console_with_heading("peers", whole)
-    for table in tables(found.rows, OURS):
-        console.print(table, "")
+    for title, table in tables(found.rows, OURS).items():
+        console.print(f"\n{title}", highlight=False)
+        console.print(table)
     for note in found.notes:
         console.print(f"note   {note}", highlight=False)
     return bool(found.rows)

@@ -14,23 +14,23 @@ from treadle_bench.report import Row, digits
 
 ENDINGS = (".svg", ".png")
 PANEL_INCHES, DOTS_PER_INCH, PANELS_A_LINE = (5.4, 4.2), 110, 3
+LEGEND_INCHES, COLOURS = 1.9, 10  # matplotlib's own cycle of colours
 OURS_WIDTH, THEIRS_WIDTH = 2.2, 1.0  # of lines, points
 
 
-def tables(rows: Sequence[Row], ours: Sequence[str]) -> list[Table]:
-    """One for each model: a line for each peer, the fastest at most tokens first, a column for each number of tokens."""
-    made = []
+def tables(rows: Sequence[Row], ours: Sequence[str]) -> dict[str, Table]:
+    """One for each model, by title: a line for each peer, the fastest at most tokens first, a column for each number of tokens."""
+    made = {}
     for model, lines in by_model(rows).items():
         counts = sorted({tokens for line in lines.values() for tokens in line})
-        title = next((layout.title for layout in LAYOUTS if layout.model == model), model)
-        table = Table(title=f"{title}: us, median", title_justify="left", box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False)
         table.add_column("tokens")
         for count in counts:
             table.add_column(str(count), justify="right")
         for name, line in sorted(lines.items(), key=lambda item: _speed(item[1])):
             style = "bold" if name in ours else ""
             table.add_row(name, *(digits(line[count]) if count in line else "" for count in counts), style=style)
-        made.append(table)
+        made[f"{title_of(model)}: us, median"] = table
     return made
 
 
@@ -56,33 +56,31 @@ def check_plot(path: Path) -> None:
 def plot(rows: Sequence[Row], ours: Sequence[str], path: Path) -> None:
     """Write the plot, without a display."""
     panels = by_model(rows)
-    colours = {
-        name: f"C{place % 10}" for place, name in enumerate(dict.fromkeys(name for lines in panels.values() for name in lines))
-    }
-    across = min(PANELS_A_LINE, len(panels)) or 1
-    down = -(-len(panels) // across) or 1
-    figure = _matplotlib().Figure(figsize=(PANEL_INCHES[0] * across, PANEL_INCHES[1] * down), layout="constrained")
-    for place, (model, lines) in enumerate(panels.items()):
-        axes = figure.add_subplot(down, across, place + 1, xscale="log", yscale="log")
-        axes.set_title(next((layout.title for layout in LAYOUTS if layout.model == model), model))
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    across = min(PANELS_A_LINE, len(panels))
+    down = -(-len(panels) // across)
+    figure = _matplotlib().Figure(figsize=(PANEL_INCHES[0] * across + LEGEND_INCHES, PANEL_INCHES[1] * down), layout="constrained")
+    drawn: dict[str, Any] = {}
+    for panel, (model, lines) in enumerate(panels.items(), 1):
+        axes = figure.add_subplot(down, across, panel, xscale="log", yscale="log")
+        axes.set(title=title_of(model), xlabel="tokens", ylabel="µs, median")
         for name, line in lines.items():
-            counts = sorted(line)
-            width = OURS_WIDTH if name in ours else THEIRS_WIDTH
-            axes.plot(
-                counts,
-                [line[count] for count in counts],
-                marker="o",
-                markersize=3,
-                linewidth=width,
-                color=colours[name],
-                label=name,
-            )
-        axes.set_xticks(counts_of(lines), [str(count) for count in counts_of(lines)], minor=False)
-        axes.set_xlabel("tokens")
-        axes.set_ylabel("µs, median")
+            width, counts = OURS_WIDTH if name in ours else THEIRS_WIDTH, sorted(line)
+            (drawn[name],) = axes.plot(
+                counts, [line[count] for count in counts], marker="o", markersize=3, linewidth=width,
+                color=f"C{names.index(name) % COLOURS}", linestyle="-" if names.index(name) < COLOURS else "--",
+            )  # fmt: skip
+        counts = counts_of(lines)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper")
     figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def title_of(model: str) -> str:
+    """Of the layout of that model."""
+    return next((layout.title for layout in LAYOUTS if layout.model == model), model)
 
 
 def counts_of(lines: dict[str, dict[int, float]]) -> list[int]:

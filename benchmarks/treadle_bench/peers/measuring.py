@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import psutil
 
 from treadle.client import Endpoint
 from treadle.client.engram import EngramPool
-from treadle.contract import DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from treadle.contract import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from treadle.kernels.segment import Segment
 from treadle_bench.peers import engramdb, listing1, lmdb, mooncake_store, numpy_rows, redis, service_ple, torch_rows, treadle_rows
 from treadle_bench.peers.id_sets import IdSets
@@ -31,11 +31,11 @@ PEERS: tuple[Peer, ...] = (
     engramdb.PEER, service_ple.PEER, redis.PEER, lmdb.PEER, mooncake_store.PEER,
 )  # fmt: skip
 OURS = tuple(peer.name for peer in treadle_rows.PEERS)
-RUN_SECONDS_MAX = 480.0
+HERE = "calls in this process"
+OVER = "the table's share of the run's time is over"
 ROUNDS_MIN, ROUNDS_MAX = 3, 400
-WARM_ROUNDS = 2
 SETTLE_TOKENS = 64
-FETCH_SECONDS_MAX = 2.5  # a peer that takes longer is not asked for more tokens: it would take the others' time
+FETCH_SECONDS_MAX = 0.5  # a peer that takes longer is not asked for more tokens: it would take the others' time
 BYTES_BESIDE = 2 << 30  # of memory, for peers that copy rows, and for processes
 
 
@@ -49,21 +49,22 @@ class Extent:
 
     layouts: tuple[Layout, ...] = LAYOUTS
     tokens: tuple[int, ...] = (1, 16, 64, 256, 1024, 4096)
-    seconds_here: float = 3.0
-    seconds_apart: float = 1.0
+    seconds_here: float = 2.5
+    seconds_apart: float = 0.7
     settle_seconds: float = 0.3
     copied_rows: int = 1_000_000
     table_bytes_max: int | None = None
+    run_seconds_max: float = 450.0  # then no new figure is begun
 
 
-QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000)
+QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000, run_seconds_max=32.0)
 
 
 @dataclass(slots=True)
 class Findings:
-    """What came out: rows, and notes on what did not. `until`: monotonic seconds, when no new figure is begun."""
+    """What came out: rows, and notes on what did not. `until`: monotonic seconds, when no new figure of this table is begun."""
 
-    until: float
+    until: float = 0.0
     rows: list[Row] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -83,10 +84,11 @@ def chosen_peers(only: Sequence[str]) -> tuple[Peer, ...]:
 
 def measure(extent: Extent, peers: Sequence[Peer] = PEERS) -> Findings:
     """Measure. Raises DataLoss if rows of our own are wrong."""
-    findings = Findings(time.monotonic() + RUN_SECONDS_MAX)
-    for layout in extent.layouts:
+    findings, begun = Findings(), time.monotonic()
+    for place, layout in enumerate(extent.layouts, 1):
+        findings.until = begun + extent.run_seconds_max * place / len(extent.layouts)  # what one table leaves over goes to the next
         try:
-            with _held(layout, extent) as held:
+            with held_table(layout, extent) as held:
                 _measure_here(held, extent, [peer for peer in peers if peer.in_process], findings)
                 for peer in peers:
                     if not peer.in_process:
@@ -97,7 +99,7 @@ def measure(extent: Extent, peers: Sequence[Peer] = PEERS) -> Findings:
 
 
 @contextmanager
-def _held(layout: Layout, extent: Extent) -> Iterator[Held]:
+def held_table(layout: Layout, extent: Extent) -> Iterator[Held]:
     """A pool that holds the table, and the table mapped here."""
     template = layout.template(extent.table_bytes_max)
     table_bytes = template.rows_hashed(0) * layout.row.bytes
@@ -111,28 +113,36 @@ def _held(layout: Layout, extent: Extent) -> Iterator[Held]:
         with Segment(place.path) as segment:
             segment.populate()
             copied = min(extent.copied_rows, len(segment.rows))
-            yield Held(layout, segment.rows, place.path, place.rows_offset_bytes, process.address, template.name, copied)
+            yield Held(
+                layout,
+                segment.rows,
+                place.path,
+                place.rows_offset_bytes,
+                process.address,
+                template.name,
+                copied,
+                f"{segment.page_bytes() >> 10}KiB",
+            )
 
 
 def _measure_here(held: Held, extent: Extent, peers: Sequence[Peer], findings: Findings) -> None:
+    if not peers:
+        return
     with ExitStack() as stack:
         fetchers: list[Fetcher] = [numpy_rows.take(held)]
         for peer in peers:
             fetchers += _opened(stack, peer, held, findings)
-        if peers:
-            _measure(held, fetchers, extent, extent.seconds_here, findings)
+        _measure(held, fetchers, extent, extent.seconds_here, findings, HERE)
 
 
 def _measure_apart(held: Held, extent: Extent, peer: Peer, findings: Findings) -> None:
     if time.monotonic() > findings.until:
-        findings.note(
-            f"skipped: {peer.name}, {held.layout.model}: the run's {RUN_SECONDS_MAX:.0f} s are over; --only {peer.name} measures it"
-        )
+        findings.note(f"skipped: {peer.name}, {held.layout.model}: {OVER}; --only {peer.name} measures it")
         return
     with ExitStack() as stack:
         fetchers = _opened(stack, peer, held, findings)
         if fetchers:
-            _measure(held, [numpy_rows.take(held), *fetchers], extent, extent.seconds_apart, findings, beside=peer.name)
+            _measure(held, [numpy_rows.take(held), *fetchers], extent, extent.seconds_apart, findings, peer.name)
 
 
 def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Sequence[Fetcher]:
@@ -143,35 +153,50 @@ def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Seq
         return ()
 
 
-def _measure(held: Held, fetchers: Sequence[Fetcher], extent: Extent, seconds: float, findings: Findings, beside: str = "") -> None:
+def _measure(held: Held, fetchers: Sequence[Fetcher], extent: Extent, seconds: float, findings: Findings, group: str) -> None:
     """One row for each fetcher and number of tokens; the first fetcher is the baseline."""
     table_rows = min(fetcher.table_rows for fetcher in fetchers)
-    ids = held.id_sets(table_rows)
-    left = list(fetchers)
-    params: dict[str, object] = {"model": held.layout.model, "rows": held.layout.name, "table_rows": table_rows, "pages": "4KiB"}
-    params |= {"beside": beside} if beside else {}
-    for place, fetcher in enumerate(fetchers):
-        _settle(fetcher, ids, place, extent.settle_seconds)
-    for count in extent.tokens:
-        left = [fetcher for fetcher in left if _answers(fetcher, ids, count, findings, held)]
-        if len(left) < 2 or time.monotonic() > findings.until:
-            return
-        variants = {
-            fetcher.name: on_fresh_sets(_by_set(fetcher, ids, count), place, len(left), ids.sets(count))
-            for place, fetcher in enumerate(left)
-        }
-        took_us = _warm(variants)
-        rounds = max(ROUNDS_MIN, min(ROUNDS_MAX, int(seconds * 1e6 / sum(took_us.values()))))
-        samples = interleave(
-            variants, rounds, seed=count, what=f"{held.layout.title}, {count} tokens{', ' + beside if beside else ''}"
+    ids, left = held.id_sets(table_rows), list(fetchers)
+    params = {"model": held.layout.model, "rows": held.layout.name, "table_rows": table_rows}
+    if group != HERE:
+        params["beside"] = group
+    try:
+        for place, fetcher in enumerate(fetchers):
+            _settle(fetcher, ids, place, extent.settle_seconds)
+        for tokens in extent.tokens:
+            left = [fetcher for fetcher in left if _answers(fetcher, ids, tokens, findings, held)]
+            if len(left) < 2:
+                return
+            if time.monotonic() > findings.until:
+                findings.note(f"skipped: {group}, {held.layout.model}, {tokens} tokens and more: {OVER}")
+                return
+            samples = _samples(left, ids, tokens, seconds, f"{held.layout.title}, {tokens} tokens, {group}")
+            pages = {fetcher.name: {"pages": fetcher.pages} if fetcher.pages else {} for fetcher in left}
+            rows = rows_of(samples, {**params, "tokens": tokens}, "us", left[0].name)
+            findings.rows += [replace(row, params={**row.params, **pages[row.name]}) for row in rows]
+            left = [fetcher for fetcher in left if _may_go_on(fetcher, samples[fetcher.name], tokens, findings, held)]
+    except (Unavailable, DeadlineExceeded) as error:
+        findings.note(f"stopped: {group}, {held.layout.model}: {error}")
+
+
+def _samples(fetchers: Sequence[Fetcher], ids: IdSets, tokens: int, seconds: float, what: str) -> dict[str, list[float]]:
+    """Microseconds of each, taking turns for about so many seconds."""
+    variants = {
+        fetcher.name: on_fresh_sets(_by_set(fetcher, ids, tokens), place, len(fetchers), ids.sets(tokens))
+        for place, fetcher in enumerate(fetchers)
+    }
+    one_round = sum(act(0) for act in variants.values()) / 1e6
+    return interleave(variants, max(ROUNDS_MIN, min(ROUNDS_MAX, int(seconds / one_round))), seed=tokens, what=what)
+
+
+def _may_go_on(fetcher: Fetcher, samples: Sequence[float], tokens: int, findings: Findings, held: Held) -> bool:
+    """False, with a note, for one that took so long that more tokens would take the others' time."""
+    seconds = min(samples) / 1e6
+    if seconds > FETCH_SECONDS_MAX:
+        findings.note(
+            f"{fetcher.name}, {held.layout.model}: takes {seconds:.1f} s for {tokens} tokens, so it was not asked for more"
         )
-        findings.rows += rows_of(samples, {**params, "tokens": count}, "us", left[0].name)
-        for fetcher in tuple(left):
-            if took_us[fetcher.name] > FETCH_SECONDS_MAX * 1e6:
-                findings.note(
-                    f"{fetcher.name}, {held.layout.model}: takes {took_us[fetcher.name] / 1e6:.1f} s for {count} tokens, no more asked"
-                )
-                left.remove(fetcher)
+    return seconds <= FETCH_SECONDS_MAX
 
 
 def _answers(fetcher: Fetcher, ids: IdSets, tokens: int, findings: Findings, held: Held) -> bool:
@@ -198,8 +223,3 @@ def _settle(fetcher: Fetcher, ids: IdSets, place: int, seconds: float) -> None:
 
 def _by_set(fetcher: Fetcher, ids: IdSets, tokens: int) -> Timed:
     return lambda number: fetcher.microseconds(ids, number * tokens, tokens)
-
-
-def _warm(variants: Mapping[str, Timed]) -> dict[str, float]:
-    """The last of a few fetches of each, microseconds."""
-    return {name: [act(number) for number in range(WARM_ROUNDS)][-1] for name, act in variants.items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from treadle.contract import Unavailable
 from treadle_bench.peers.peer import Fetcher, Held, Peer
-from treadle_bench.peers.process import copying_fetcher
+from treadle_bench.peers.process import SAID_MAX, copying_fetcher
 
 REQUIREMENT = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 IMPORT_SECONDS_MAX = 60
@@ -22,7 +22,7 @@ def _opened(held: Held) -> Iterator[Sequence[Fetcher]]:
         [sys.executable, "-c", "from mooncake.store import EngramStore"], capture_output=True, text=True, timeout=IMPORT_SECONDS_MAX, check=False
     )  # fmt: skip
     if tried.returncode:
-        raise Unavailable(f"mooncake.store has no EngramStore here: {tried.stderr.strip().splitlines()[-1]}")
+        raise Unavailable(f"mooncake.store has no EngramStore here: {tried.stderr.strip()[-SAID_MAX:] or tried.returncode}")
     with copying_fetcher("EngramStore.lookup", "mooncake_lookup.py", Path(sys.executable), held, own_network=True) as fetcher:
         yield [fetcher]
 

@@ -25,6 +25,7 @@ class Held:
     table:        u8 [N, row_bytes], mapped read-only from `path`, where it begins at `offset_bytes`
     pool_address: of the pool that holds it; pool_model: its name there
     copied_rows:  how many of its first rows a peer copies that keeps them in a form of its own
+    pages:        size of the mapping's pages, such as 4KiB
     """
 
     layout: Layout
@@ -34,6 +35,7 @@ class Held:
     pool_address: str
     pool_model: str
     copied_rows: int
+    pages: str
 
     def id_sets(self, table_rows: int) -> IdSets:
         """Ids below `table_rows`."""
@@ -41,10 +43,11 @@ class Held:
 
 
 class Fetcher(Protocol):
-    """Fetches rows. `table_rows`: how many first rows of the table it knows."""
+    """Fetches rows. table_rows: how many first rows of the table it knows; pages: of its memory, such as 4KiB; empty: not known."""
 
     name: str
     table_rows: int
+    pages: str
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
         """What fetching the rows of `tokens` tokens took. ids: always the same object. Raises Unavailable for no answer in time."""
@@ -70,11 +73,11 @@ class Call:
 
     def __init__(
         self, name: str, held: Held, act: Callable[[NDArray[np.int64], NDArray[np.uint8]], object],
-        buffer: Callable[[tuple[int, ...]], NDArray[np.uint8]] | None = None,
+        pages: str | None = None,
     ) -> None:  # fmt: skip
-        """act: returns None if the rows lie in `out`, else what holds them; buffer: makes `out`, as arrays that are there to be filled"""
-        self.name, self.table_rows = name, len(held.table)
-        self._held, self._act, self._buffer = held, act, buffer or _written
+        """act: returns None if the rows lie in `out`, else what holds them; pages: None: it reads the mapped table"""
+        self.name, self.table_rows, self.pages = name, len(held.table), held.pages if pages is None else pages
+        self._held, self._act = held, act
         self._out: NDArray[np.uint8] | None = None
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
@@ -93,9 +96,10 @@ class Call:
     def _out_of(self, tokens: int) -> NDArray[np.uint8]:
         shape = (tokens, self._held.layout.columns, self._held.layout.row.bytes)
         if self._out is None or self._out.shape != shape:
-            self._out = self._buffer(shape)
+            self._out = np.full(shape, 1, dtype=np.uint8)  # written, so that its pages are there before the first figure
         return self._out
 
 
-def _written(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    return np.full(shape, 1, dtype=np.uint8)  # pages that are there: a first write would be part of the first figure
+def pages_of(page_bytes: int) -> str:
+    """The size of a page as it stands in figures; empty for 0, which is none in this process."""
+    return "" if not page_bytes else f"{page_bytes >> 10}KiB" if page_bytes < 1 << 20 else f"{page_bytes >> 20}MiB"

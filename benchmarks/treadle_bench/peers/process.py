@@ -48,7 +48,7 @@ class ProcessFetcher:
 
     def __init__(self, name: str, table_rows: int, truth: NDArray[np.uint8], process: subprocess.Popen[str], log: IO[str]) -> None:
         """truth: u8 [rows, row_bytes], what it must answer with, by row id"""
-        self.name, self.table_rows = name, table_rows
+        self.name, self.table_rows, self.pages = name, table_rows, ""
         self._truth, self._process, self._log = truth, process, log
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
@@ -65,7 +65,7 @@ class ProcessFetcher:
         said = self._process.stdout.readline().split() if readable else []
         if not said:
             self._log.seek(0)
-            state = f"gave no answer within {seconds:.0f} s" if self._process.poll() is None else "ended"
+            state = "ended" if readable else f"gave no answer within {seconds:.0f} s"
             raise Unavailable(f"its process {state}: {self._log.read().strip()[-SAID_MAX:] or 'without a word'}")
         return said
 

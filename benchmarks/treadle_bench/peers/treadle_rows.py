@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from treadle.client import Endpoint
 from treadle.client.engram import EngramPool
 from treadle.contract import Transport
-from treadle_bench.peers.peer import Call, Fetcher, Held, Peer
+from treadle_bench.peers.peer import Call, Fetcher, Held, Peer, pages_of
 
 CALL_SECONDS_MAX = 30.0
 
@@ -26,7 +26,7 @@ def _peer_by(transport: Transport) -> Peer:
             def gather(ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
                 handle.gather(0, ids, out)
 
-            yield [Call(str(transport), held, gather)]
+            yield [Call(str(transport), held, gather, pages_of(handle.page_bytes()))]
 
     return Peer(str(transport), "a pool with that door: see its README", opened, in_process=True)
 
