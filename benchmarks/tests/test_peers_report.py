@@ -18,7 +18,7 @@ from treadle.contract import DataLoss, InvalidArgument, Unavailable
 from treadle_bench.commands import app
 from treadle_bench.peers import measuring
 from treadle_bench.peers.figure import by_model, check_plot, plot, tables
-from treadle_bench.peers.layouts import LAYOUTS
+from treadle_bench.peers.layouts import LAYOUTS, Layout
 from treadle_bench.peers.measuring import OURS, Extent, chosen_peers, measure
 from treadle_bench.peers.numpy_rows import TAKE
 from treadle_bench.peers.peer import Call, Fetcher, Held, Peer
@@ -44,10 +44,23 @@ def wrong(held: Held, ids: NDArray[np.int64], _: NDArray[np.uint8]) -> NDArray[n
     return held.table[ids - 1]
 
 
+@pytest.fixture
+def no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table in this process, where what becomes of the figures is looked at and not how they come."""
+
+    @contextmanager
+    def held_table(layout: Layout, _: Extent) -> Iterator[Held]:
+        rows = np.random.default_rng(0).integers(0, 256, (3000, layout.row.bytes), dtype=np.uint8)
+        yield Held(layout, rows, Path("none"), 0, "none", "none", 3000, "4KiB")
+
+    monkeypatch.setattr(measuring, "held_table", held_table)
+
+
 def missing(_: Held) -> AbstractContextManager[Sequence[Fetcher]]:
     raise Unavailable("no such library")
 
 
+@pytest.mark.usefixtures("no_pool")
 def test_every_figure_has_its_own_baseline_from_the_same_turns() -> None:
     found = measure(TINY, [peer_of("here", right), peer_of("apart", right, in_process=False)])
     assert [(row.name, row.params["tokens"]) for row in found.rows] == [
@@ -62,6 +75,7 @@ def test_every_figure_has_its_own_baseline_from_the_same_turns() -> None:
     assert not found.notes
 
 
+@pytest.mark.usefixtures("no_pool")
 def test_a_peer_with_wrong_rows_is_not_timed_and_ours_end_the_run() -> None:
     found = measure(TINY, [peer_of("bad", wrong), peer_of("good", right)])
     assert {row.name for row in found.rows} == {TAKE, "good"}
@@ -70,6 +84,7 @@ def test_a_peer_with_wrong_rows_is_not_timed_and_ours_end_the_run() -> None:
         measure(TINY, [peer_of("mapped", wrong)])
 
 
+@pytest.mark.usefixtures("no_pool")
 def test_a_missing_peer_is_named_once_with_how_to_get_it() -> None:
     two = replace(TINY, layouts=LAYOUTS[:2])
     found = measure(two, [Peer("lost", "apt-get install lost", missing), peer_of("good", right)])
@@ -77,6 +92,7 @@ def test_a_missing_peer_is_named_once_with_how_to_get_it() -> None:
     assert {row.params["model"] for row in found.rows} == {"27B", "40B"}
 
 
+@pytest.mark.usefixtures("no_pool")
 def test_a_peer_that_breaks_ends_its_own_turns_only() -> None:
     def breaks(held: Held, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
         if len(ids) > 1:
@@ -88,6 +104,7 @@ def test_a_peer_that_breaks_ends_its_own_turns_only() -> None:
     assert any("its server is gone" in note for note in found.notes)
 
 
+@pytest.mark.usefixtures("no_pool")
 def test_a_slow_peer_is_not_asked_for_more_and_time_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "FETCH_SECONDS_MAX", 0.0)
     found = measure(TINY, [peer_of("slow", right)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from treadle.client import Endpoint
 from treadle.client.engram import EngramPool
 from treadle.contract import EngramModel, RowLayout, Unavailable
 from treadle.contract.families import demo_model
+from treadle_bench.answers import line_within
 from treadle_bench.pool_process import pool_process
 from treadle_bench.report import Goal, Row
 
@@ -94,8 +94,7 @@ def _client(address: str) -> Iterator[subprocess.Popen[str]]:
 
 def _answer(client: subprocess.Popen[str]) -> dict[str, Any]:
     assert client.stdout is not None
-    readable, _, _ = select.select([client.stdout], [], [], ANSWER_SECONDS_MAX)
-    line = client.stdout.readline() if readable else ""
+    line = line_within(client.stdout, ANSWER_SECONDS_MAX)
     if not line:
         raise Unavailable(f"a client did not attach within {ANSWER_SECONDS_MAX:.0f} s (exit code {client.poll()})")
     said: dict[str, Any] = json.loads(line)

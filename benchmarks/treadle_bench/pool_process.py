@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import select
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from treadle_bench.answers import line_within
 
 START_SECONDS_MAX = 60
 
@@ -37,8 +38,7 @@ def pool_process() -> Iterator[PoolProcess]:
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        readable, _, _ = select.select([process.stdout], [], [], START_SECONDS_MAX)
-        line = process.stdout.readline() if readable else ""
+        line = line_within(process.stdout, START_SECONDS_MAX)
         if not line:
             raise RuntimeError(f"the pool was not ready within {START_SECONDS_MAX} s (exit code {process.poll()})")
         yield PoolProcess(json.loads(line)["listen"], process.pid)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import Unavailable
+from treadle_bench.answers import line_within
 from treadle_bench.peers.id_sets import IdSets
 from treadle_bench.peers.peer import Held
 from treadle_bench.peers.scripts.answering import READY
@@ -61,13 +61,12 @@ class ProcessFetcher:
     def read_line(self, seconds: float) -> list[str]:
         """The words of one line from it. Raises Unavailable if it died or says nothing."""
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], seconds)
-        said = self._process.stdout.readline().split() if readable else []
-        if not said:
+        line = line_within(self._process.stdout, seconds)
+        if not line:
             self._log.seek(0)
-            state = "ended" if readable else f"gave no answer within {seconds:.0f} s"
+            state = f"gave no answer within {seconds:.0f} s" if line is None else "ended"
             raise Unavailable(f"its process {state}: {self._log.read().strip()[-SAID_MAX:] or 'without a word'}")
-        return said
+        return line.split()
 
     def _ask(self, ids: IdSets, first: int, tokens: int, mark: str) -> list[str]:
         columns = ids.ids.shape[1]
