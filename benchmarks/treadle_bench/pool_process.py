@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_bench.answers import line_within
+from treadle_bench.answers import Lines
 
 START_SECONDS_MAX = 60
 
@@ -38,12 +38,20 @@ def pool_process() -> Iterator[PoolProcess]:
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        line = line_within(process.stdout, START_SECONDS_MAX)
-        if not line:
-            raise RuntimeError(f"the pool was not ready within {START_SECONDS_MAX} s (exit code {process.poll()})")
-        yield PoolProcess(json.loads(line)["listen"], process.pid)
+        yield PoolProcess(json.loads(_ready_line(process))["listen"], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(START_SECONDS_MAX)
         process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ready_line(process: subprocess.Popen[str]) -> str:
+    state = f"was not ready within {START_SECONDS_MAX} s"
+    try:
+        line = Lines(process.stdout).within(START_SECONDS_MAX)
+    except EOFError:
+        line, state = None, f"ended (exit code {process.wait(START_SECONDS_MAX)})"
+    if line is None:
+        raise RuntimeError(f"the pool {state}")
+    return line

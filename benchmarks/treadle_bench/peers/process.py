@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import Unavailable
-from treadle_bench.answers import line_within
+from treadle_bench.answers import Lines
 from treadle_bench.peers.id_sets import IdSets
 from treadle_bench.peers.peer import Held
 from treadle_bench.peers.scripts.answering import READY
@@ -49,7 +49,7 @@ class ProcessFetcher:
     def __init__(self, name: str, table_rows: int, truth: NDArray[np.uint8], process: subprocess.Popen[str], log: IO[str]) -> None:
         """truth: u8 [rows, row_bytes], what it must answer with, by row id"""
         self.name, self.table_rows, self.pages = name, table_rows, ""
-        self._truth, self._process, self._log = truth, process, log
+        self._truth, self._process, self._log, self._lines = truth, process, log, Lines(process.stdout)
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
         return float(self._ask(ids, first, tokens, "")[0])
@@ -60,11 +60,13 @@ class ProcessFetcher:
 
     def read_line(self, seconds: float) -> list[str]:
         """The words of one line from it. Raises Unavailable if it died or says nothing."""
-        assert self._process.stdout is not None
-        line = line_within(self._process.stdout, seconds)
-        if not line:
+        state = f"gave no answer within {seconds:.0f} s"
+        try:
+            line = self._lines.within(seconds)
+        except EOFError:
+            line, state = None, "ended"
+        if line is None:
             self._log.seek(0)
-            state = f"gave no answer within {seconds:.0f} s" if line is None else "ended"
             raise Unavailable(f"its process {state}: {self._log.read().strip()[-SAID_MAX:] or 'without a word'}")
         return line.split()
 
