@@ -7,9 +7,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
+from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
 from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
+
+SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
+
+
+class Storage(StrEnum):
+    """Where segments lie."""
+
+    SHM = "shm"
+    DAX = "dax"
 
 
 class VerifyOnStart(StrEnum):
@@ -29,6 +38,22 @@ class Settings(ServerSettings):
     """Address of /metrics, host:port; port 0 takes a free one."""
     segment_dir: Path = Path(f"/dev/shm/treadle-{os.getuid()}")
     """Folder of the segments: ours alone, on tmpfs for speed. Readers map what lies here."""
+    storage: Storage = Storage.SHM
+    """shm: files below segment_dir; dax: regions of dax_device, with small files and locks below segment_dir."""
+    dax_device: Path | None = None
+    """A character device /dev/daxX.Y, or a file of fixed size (fsdax, famfs). The pool takes all of it."""
+    dax_bytes: int = 0
+    """Bytes of a device whose size sysfs does not tell; 0: sysfs tells it."""
+    dax_sysfs_root: Path = Path("/sys")
+    """Where kind, size and alignment of a device are looked up."""
+    dax_host: str = ""
+    """Name of this host in the device's directory; empty: its machine id."""
+    dax_shared: bool = False
+    """Other hosts read this device: what is removed stays on it until a take-over. Said by the host that loads."""
+    dax_take_over: bool = False
+    """Make this host the owner of what another one loaded, and reuse what was removed: no other host uses the device any more."""
+    numa: str = ""
+    """Memory nodes of the tables: local (that of the loading thread), interleave, node:N; empty: as the kernel likes. For storage shm."""
     table_bytes_max: int = 0
     """Most bytes of segments; 0: as much as the file system holds."""
     verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
@@ -61,10 +86,20 @@ class Settings(ServerSettings):
     """Most calls in progress at once, holds included; more are refused with RESOURCE_EXHAUSTED."""
     compute_threads: int = 3
     """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
+    socket_listen: str = "auto"
+    """Native socket door: addresses host:port or unix:PATH, comma-separated; auto: a Unix socket in segment_dir; off: none."""
+    socket_connections_max: int = 64
+    """Most connections at the native socket door, a thread each; more are turned away."""
+    socket_reply_bytes_max: int = 1 << 30
+    """Most bytes of replies in the works at the native socket door; requests beyond it are refused."""
     door_threads: int = 2
     """Threads that gather for requests at the native doors."""
     door_requests_max: int = 1024
     """Most requests at the native doors that wait for a thread; more are refused."""
+    door_admission: bool = True
+    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    tenants_file: Path | None = None
+    """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -82,6 +117,14 @@ class Settings(ServerSettings):
     """Most WatchOwners calls at once: every handle of a client that asks several owners has one."""
     leave_seconds_max: float = 5.0
     """Among other owners, how long a pool that stops answers on while clients move away."""
+
+    @property
+    def socket_addresses(self) -> tuple[str, ...]:
+        """Where the native socket door listens."""
+        asked = tuple(address.strip() for address in self.socket_listen.split(",") if address.strip())
+        if asked in ((), ("off",)):
+            return ()
+        return (f"unix:{self.segment_dir / SOCKET_NAME}",) if asked == ("auto",) else asked
 
     @property
     def owner_endpoints(self) -> dict[str, str]:
@@ -103,9 +146,22 @@ class Settings(ServerSettings):
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
         if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
             raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
+        if (self.storage is Storage.DAX) != (self.dax_device is not None):
+            raise WrongSetting("storage dax and dax_device go together: give both or none")
+        if self.numa and self.storage is Storage.DAX:
+            raise WrongSetting("numa is for storage shm: a device's memory lies on the device's own node")
+        if self.dax_bytes < 0:
+            raise WrongSetting(f"dax_bytes is >= 0, got {self.dax_bytes}")
         for peer in self.peer_list:
             if ":" not in peer:
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
+        if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
+            raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
+        for address in self.socket_addresses:
+            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and self.api_key_file is None:
+                raise WrongSetting(
+                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file, or listen on 127.0.0.1"
+                )
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         if not 0 <= self.reap_grace_seconds <= 3600:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engram_pool.domain.ports import Door, Doors, NoDoors, StoredVersion
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Versions
+from engram_pool.domain.ports import Doors, NoDoors, StoredVersion
+from treadle.contract.owners import Door
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, SocketServer, Tenants, Versions
 from treadle.kernels import HashPlan
 
 log = logging.getLogger("engram_pool")
@@ -22,16 +23,36 @@ class NativeDoors:
 
     workers:    threads that gather
     piece_rows: rows of one piece, what an earlier deadline may have to wait for
+    admission:  refuse at once what would be late
+    tenants:    whose quotas and shares requests are taken off; None: one without limits
     """
 
-    def __init__(self, *, workers: int, tickets_max: int, piece_rows: int = 1024) -> None:
+    def __init__(
+        self, *, workers: int, tickets_max: int, piece_rows: int = 1024, admission: bool = False, tenants: Tenants | None = None
+    ) -> None:
         self.versions = Versions()
-        self.queue = DeadlineQueue(workers=workers, tickets_max=tickets_max, piece_rows=piece_rows, implementation="native")
+        self.socket: SocketServer | None = None
+        self.queue = DeadlineQueue(
+            workers=workers,
+            tickets_max=tickets_max,
+            piece_rows=piece_rows,
+            admission=admission,
+            tenants=tenants,
+            implementation="native",
+        )
 
     @property
     def open_doors(self) -> Sequence[Door]:
-        """See Doors."""
-        return ()
+        """See Doors. Unix sockets first: they cost less."""
+        addresses = () if self.socket is None else self.socket.addresses
+        return [Door("socket", address) for address in sorted(addresses, key=lambda address: not address.startswith("unix:"))]
+
+    def listen(self, addresses: Sequence[str], *, connections_max: int, reply_bytes_max: int) -> None:
+        """Open the socket door; nothing for no addresses. Once only. Raises InvalidArgument and Unavailable naming the address."""
+        if addresses:
+            self.socket = SocketServer(
+                self.queue, self.versions, addresses, connections_max=connections_max, reply_bytes_max=reply_bytes_max
+            )
 
     def publish(self, stored: StoredVersion) -> None:
         """See Doors."""
@@ -61,15 +82,20 @@ class NativeDoors:
 
     def drain(self) -> None:
         """See Doors."""
+        if self.socket is not None:
+            self.socket.drain()
 
     def close(self) -> None:
         """See Doors."""
+        if self.socket is not None:
+            self.socket.close()
         self.queue.close()
 
 
-def open_native_doors(*, workers: int, tickets_max: int) -> Doors:
-    """The native doors of a pool; none, with a warning, where the extension was not built."""
+def open_native_doors(*, workers: int, tickets_max: int, admission: bool, tenants: Tenants) -> tuple[Doors, DeadlineQueue | None]:
+    """The native doors of a pool and their queue; none, with a warning, where the extension was not built."""
     if IMPLEMENTATION != "native":
         log.warning("the native data plane was not built: rows leave this process by gRPC alone")
-        return NoDoors()
-    return NativeDoors(workers=workers, tickets_max=tickets_max)
+        return NoDoors(), None
+    doors = NativeDoors(workers=workers, tickets_max=tickets_max, admission=admission, tenants=tenants)
+    return doors, doors.queue

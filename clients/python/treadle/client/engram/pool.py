@@ -18,9 +18,11 @@ from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.rpc_source import RpcSource
+from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
+from treadle.client.engram.spread import owners_told_by, spread_source
 from treadle.client.engram.table_reading import describe_table, read_table
-from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
+from treadle.contract import EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
@@ -46,7 +48,7 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else its socket door, else rpc), mapped, local, socket or rpc
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -187,6 +189,18 @@ class EngramPool:
             _report(progress, answer.progress)
         return checked
 
+    def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks: rows that the pool gathers yield to it.
+
+        name:             who asks; a second reserve of the same name replaces the first
+        bytes_per_second: bytes copied a second; 0 gives it back
+        seconds:          it ends by itself; renew before
+        Processes that map tables gather on their own and do not hear of it: their queue has a `reserve` of its own.
+        Raises InvalidArgument, ResourceExhausted where rows would have too little, Unavailable without the native data plane.
+        """
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(self._endpoint.call(self._stub.ReserveBandwidth, request))
+
     def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
         answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
@@ -295,6 +309,11 @@ class AsyncEngramPool:
             weights.add(piece)
         return await asyncio.to_thread(weights.whole)
 
+    async def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """`EngramPool.reserve_bandwidth`."""
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(await self._endpoint.aio_call(self._stub.ReserveBandwidth, request))
+
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""
         answer = await self._endpoint.aio_call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
@@ -312,22 +331,41 @@ class AsyncEngramPool:
 
 
 def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, workers: int) -> RowSource:
-    resident = opened.resident
+    here = _on_this_host(endpoint.address)
     if transport == "auto":
-        try:
-            return mapped_source(opened, workers=workers) if _on_this_host(endpoint.address) else _rpc(endpoint, opened)
-        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
-            log.warning(
-                "the table cannot be mapped, its rows come by rpc", extra={"model": resident.model.name, "reason": str(error)}
-            )
-            return _rpc(endpoint, opened)
+        return _best_source(endpoint, opened, workers, here=here)
     if transport == Transport.MAPPED:
         return mapped_source(opened, workers=workers)
     if transport == Transport.LOCAL:
         return local_source(opened, workers=workers)
+    if transport == Transport.SOCKET:
+        return _remote_source(endpoint, opened, here=here)
     if transport == Transport.RPC:
-        return RpcSource(endpoint, resident.model, resident.version)
-    raise InvalidArgument(f"transport: auto, mapped, local or rpc, got {transport!r}")
+        return _rpc(endpoint, opened)
+    raise InvalidArgument(f"transport: auto, mapped, local, socket or rpc, got {transport!r}")
+
+
+def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
+    """Mapped on this host; else by the pool's native door; else by gRPC."""
+    extra = {"model": opened.resident.model.name, "pool": endpoint.address}
+    if here and not any(place.held for place in opened.segments):
+        try:
+            return mapped_source(opened, workers=workers)
+        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
+            log.warning("the table cannot be mapped, its rows come by another way", extra={**extra, "reason": str(error)})
+    try:
+        return _remote_source(endpoint, opened, here=here)
+    except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
+        log.warning("rows come by rpc: there is no native door", extra={**extra, "reason": str(error)})
+    return _rpc(endpoint, opened)
+
+
+def _remote_source(endpoint: Endpoint, opened: types.OpenedModel, *, here: bool) -> RowSource:
+    """The pool's own socket door; where it is one owner among others, all of them."""
+    listed = owners_told_by(endpoint, opened.resident.model)
+    if len(listed.owners) > 1:
+        return spread_source(endpoint, opened.resident.model, listed)
+    return socket_source(endpoint, opened, here=here)
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:
