@@ -11,7 +11,7 @@ from treadle.contract.errors import NotFound
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure this machine: gather, attach, hash, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
+    help="Measure this machine: gather, attach, peers, hash, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
 )
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: an impression, not a figure to quote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -43,6 +43,19 @@ def attach(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
     rows, goals, notes = measure(quick=quick)
     show(rows, goals, as_json=json, title="attach", quick=quick, notes=notes)
     _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
+def peers(
+    quick: Quick = False,
+    json: Json = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this peer, such as mapped, numpy or redis; may be repeated.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write latency against tokens to this file, .svg or .png.")] = None,
+) -> None:
+    """Rows of models' tables by numpy, torch, engramdb, service-ple, Redis, LMDB, Mooncake, and by treadle (8 minutes, 12 GB)."""
+    from treadle_bench.peers.command import run_and_show
+
+    _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
 
 
 @app.command("hash")
