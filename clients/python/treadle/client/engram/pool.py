@@ -17,6 +17,7 @@ from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
+from treadle.client.engram.ring_source import ring_source
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.client.engram.table_reading import describe_table, read_table
@@ -46,7 +47,7 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local, ring or rpc
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -342,9 +343,11 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
         return mapped_source(opened, workers=workers)
     if transport == Transport.LOCAL:
         return local_source(opened, workers=workers)
+    if transport == Transport.RING:
+        return ring_source(endpoint, opened)
     if transport == Transport.RPC:
         return RpcSource(endpoint, resident.model, resident.version)
-    raise InvalidArgument(f"transport: auto, mapped, local or rpc, got {transport!r}")
+    raise InvalidArgument(f"transport: auto, mapped, local, ring or rpc, got {transport!r}")
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:
