@@ -156,9 +156,14 @@ int add_owner(ClientDoor& door, const std::string& address) {
     int index = -1;
     const OwnerRef owner = door.hub->hub->owner(address);
     door.client->version()->change([&](RemoteVersion::Spread& spread) {
-        if (spread.owners.size() >= static_cast<size_t>(OWNERS_MAX)) return;
-        index = static_cast<int>(spread.owners.size());
-        spread.owners.push_back(owner);
+        auto place = spread.owners.end();
+        if (spread.owners.size() >= static_cast<size_t>(OWNERS_MAX)) {  // the place of one that left
+            place = std::find(spread.owners.begin(), spread.owners.end(), nullptr);
+            if (place == spread.owners.end()) return;
+        }
+        index = static_cast<int>(place - spread.owners.begin());
+        if (place == spread.owners.end()) spread.owners.push_back(owner);
+        else *place = owner;
     });
     return index;
 }

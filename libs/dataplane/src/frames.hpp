@@ -45,7 +45,7 @@ struct FrameHeader {
     uint16_t kind = 0;
     uint64_t request = 0;      // chosen by the caller, repeated in every frame of the reply
     uint64_t body_bytes = 0;   // behind this header
-    int64_t deadline_ns = 0;   // request: from now on; negative: it has passed. fault: predicted finish from now on, 0: not known
+    int64_t deadline_ns = 0;   // request: from now on; negative: it has passed; INT64_MAX: none, a hint. fault: predicted finish from now on, 0: not known
     int64_t retry_ns = 0;      // fault: when to come again, from now on; 0: not known
     uint64_t offset = 0;       // rows: of this body in the reply
     uint64_t total_bytes = 0;  // rows: of the whole reply; the frame that reaches it is the last

@@ -206,7 +206,7 @@ private:
     // When the reply is later than it should be, or the deadline leaves just enough time for another owner to answer.
     void arm_hedge(const PartRef& part, const Owner& owner, int64_t now) {
         reactor_->forget(part->timer);
-        if (part->parent || part->call->spread->owners.size() < 2) return;
+        if (part->parent || part->call->spread->owners.size() < 2 || part->call->deadline_ns == NO_DEADLINE) return;
         const int64_t slow = owner.latency.slow_ns(part->work->reply_bytes);
         const int64_t last_chance = part->call->deadline_ns - 2 * slow - HEDGE_MARGIN_NS;
         const int64_t at = std::max(now + slow, std::min(last_chance, now + 8 * slow + HEDGE_PATIENCE_NS));
@@ -402,6 +402,7 @@ private:
 
     // A caller who waits for late rows too is not refused for being late already.
     static int64_t deadline_for_owners(const Call& call, int64_t now) noexcept {
+        if (call.deadline_ns == NO_DEADLINE) return NO_DEADLINE;
         if (call.patience_ns == 0) return call.deadline_ns - now;
         return std::max<int64_t>(0, call.deadline_ns - now) + call.patience_ns;
     }

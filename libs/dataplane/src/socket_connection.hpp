@@ -108,7 +108,8 @@ private:
         }
         request->reply = reply_.get();
         const int64_t left = std::clamp(header.deadline_ns, -RELATIVE_NS_MAX, RELATIVE_NS_MAX);
-        const auto ticket = std::make_shared<Ticket>(request_job(request, shared_.piece_rows), received_ns + left, nullptr, tenant);
+        const int64_t deadline_ns = header.deadline_ns == NO_DEADLINE ? NO_DEADLINE : received_ns + left;
+        const auto ticket = std::make_shared<Ticket>(request_job(request, shared_.piece_rows), deadline_ns, nullptr, tenant);
         if (const Verdict verdict = shared_.queue.submit(ticket); !verdict) return refuse(header.request, verdict.fault, "", verdict);
         const bool alive = send_while_running(header.request, *request, ticket);
         if (!ticket->ended()) {  // the peer has gone; pieces in flight still write to our buffers

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from engram_pool.adapters.door_metrics import DoorMetrics
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
@@ -73,6 +74,12 @@ class _Parts:
     membership: Membership
     doors: Doors
 
+    def listen(self, settings: Settings) -> None:
+        """Open the native doors, once versions are there to be found."""
+        if isinstance(self.doors, NativeDoors):
+            limits = {"connections_max": settings.socket_connections_max, "reply_bytes_max": settings.socket_reply_bytes_max}
+            self.doors.listen(settings.socket_addresses, **limits)
+
     async def drain(self) -> None:
         """Leave the directory first: clients go elsewhere while this pool still answers."""
         await self.membership.leave()
@@ -90,6 +97,7 @@ async def serve(settings: Settings) -> int:
     served = False  # a pool that never served deletes nothing
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        parts.listen(settings)
         _open_ring(parts.doors, settings)
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
@@ -169,6 +177,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
     RingMetrics(registry, doors)
+    DoorMetrics(registry, doors)
     return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
 
 

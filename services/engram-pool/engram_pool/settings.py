@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
+from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
 from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
+
+SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
 
 
 RING_NAME = "ring"  # beside the segments
@@ -72,6 +74,12 @@ class Settings(ServerSettings):
     """Most calls in progress at once, holds included; more are refused with RESOURCE_EXHAUSTED."""
     compute_threads: int = 3
     """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
+    socket_listen: str = "auto"
+    """Native socket door: addresses host:port or unix:PATH, comma-separated; auto: a Unix socket in segment_dir; off: none."""
+    socket_connections_max: int = 64
+    """Most connections at the native socket door, a thread each; more are turned away."""
+    socket_reply_bytes_max: int = 1 << 30
+    """Most bytes of replies in the works at the native socket door; requests beyond it are refused."""
     door_threads: int = 2
     """Threads that gather for requests at the native doors."""
     door_requests_max: int = 1024
@@ -125,6 +133,14 @@ class Settings(ServerSettings):
         return tuple(int(user) for user in self.ring_users.split(",") if user.strip())
 
     @property
+    def socket_addresses(self) -> tuple[str, ...]:
+        """Where the native socket door listens."""
+        asked = tuple(address.strip() for address in self.socket_listen.split(",") if address.strip())
+        if asked in ((), ("off",)):
+            return ()
+        return (f"unix:{self.segment_dir / SOCKET_NAME}",) if asked == ("auto",) else asked
+
+    @property
     def owner_endpoints(self) -> dict[str, str]:
         """`owners` as name -> host:port."""
         entries = [entry.strip() for entry in self.owners.split(",") if entry.strip()]
@@ -147,6 +163,13 @@ class Settings(ServerSettings):
         for peer in self.peer_list:
             if ":" not in peer:
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
+        if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
+            raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
+        for address in self.socket_addresses:
+            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and self.api_key_file is None:
+                raise WrongSetting(
+                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file, or listen on 127.0.0.1"
+                )
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         self._check_ring_and_tier()

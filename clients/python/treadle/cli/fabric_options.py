@@ -25,6 +25,7 @@ class EngramTransport(StrEnum):
     AUTO = "auto"
     MAPPED = "mapped"
     LOCAL = "local"
+    SOCKET = "socket"
     RPC = "rpc"
 
 

@@ -33,7 +33,7 @@ from treadle.dataplane.socket import numeric_address, token_digest
 from treadle.kernels import HashPlan
 from treadle.kernels.arguments import check_tokens, check_windows
 
-OWNERS_MAX = 64  # of one version, those that have left included
+OWNERS_MAX = 64  # of one version at once
 REPLICAS_MAX = 16
 _RETRY_SECONDS = 0.01  # when a place among the requests in flight is likely to be free
 
@@ -158,8 +158,8 @@ class RemoteRows:
         """Know another owner, host:port or unix:PATH; its index. Asked at once where no routes are set. Raises ResourceExhausted."""
         index: int = self._native.add_owner(numeric_address(address))
         if index < 0:
-            raise ResourceExhausted(f"owners: {OWNERS_MAX} are known, the limit; open the model again to forget those that left")
-        self._owners = index + 1
+            raise ResourceExhausted(f"owners: {OWNERS_MAX} are known, the limit; remove one first")
+        self._owners = max(self._owners, index + 1)
         return index
 
     def remove_owner(self, index: int) -> None:

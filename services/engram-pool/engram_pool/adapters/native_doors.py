@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engram_pool.adapters.row_stores import RowStores
-from engram_pool.domain.ports import Door, Doors, NoDoors, StoredVersion
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Tenants, Versions
+from engram_pool.domain.ports import Doors, NoDoors, StoredVersion
+from treadle.contract.owners import Door
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, SocketServer, Tenants, Versions
 from treadle.dataplane.ring import RingServer
 from treadle.kernels import HashPlan
 
@@ -37,6 +38,7 @@ class NativeDoors:
         self.stores = stores or RowStores()
         self.ring: RingServer | None = None
         self._shared_caches: set[int] = set()  # descriptors that the ring hands on
+        self.socket: SocketServer | None = None
         self.queue = DeadlineQueue(
             workers=workers,
             tickets_max=tickets_max,
@@ -48,8 +50,17 @@ class NativeDoors:
 
     @property
     def open_doors(self) -> Sequence[Door]:
-        """See Doors."""
-        return () if self.ring is None else (Door("ring", f"unix:{self.ring.path}"),)
+        """See Doors. The ring, then Unix sockets: they cost less."""
+        ring = [] if self.ring is None else [Door("ring", f"unix:{self.ring.path}")]
+        addresses = () if self.socket is None else self.socket.addresses
+        return ring + [Door("socket", address) for address in sorted(addresses, key=lambda address: not address.startswith("unix:"))]
+
+    def listen(self, addresses: Sequence[str], *, connections_max: int, reply_bytes_max: int) -> None:
+        """Open the socket door; nothing for no addresses. Once only. Raises InvalidArgument and Unavailable naming the address."""
+        if addresses:
+            self.socket = SocketServer(
+                self.queue, self.versions, addresses, connections_max=connections_max, reply_bytes_max=reply_bytes_max
+            )
 
     def open_ring(self, path: str, *, clients_max: int, arena_bytes_max: int, users: Sequence[int]) -> None:
         """Open the shared-memory ring, once. Raises InvalidArgument and Unavailable naming the path."""
@@ -88,11 +99,15 @@ class NativeDoors:
 
     def drain(self) -> None:
         """See Doors."""
+        if self.socket is not None:
+            self.socket.drain()
 
     def close(self) -> None:
         """See Doors."""
         if self.ring is not None:
             self.ring.close()
+        if self.socket is not None:
+            self.socket.close()
         self.queue.close()
 
     def _share_hot_rows(self) -> None:

@@ -19,9 +19,10 @@ from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.ring_source import ring_source
 from treadle.client.engram.rpc_source import RpcSource
+from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.client.engram.table_reading import describe_table, read_table
-from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
+from treadle.contract import AccessDenied, EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
@@ -47,7 +48,8 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local, ring or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else its ring, its socket door, or rpc), mapped, local, ring, socket
+                   or rpc
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -330,24 +332,39 @@ class AsyncEngramPool:
 
 
 def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, workers: int) -> RowSource:
-    resident = opened.resident
+    here = _on_this_host(endpoint.address)
     if transport == "auto":
-        try:
-            return mapped_source(opened, workers=workers) if _on_this_host(endpoint.address) else _rpc(endpoint, opened)
-        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
-            log.warning(
-                "the table cannot be mapped, its rows come by rpc", extra={"model": resident.model.name, "reason": str(error)}
-            )
-            return _rpc(endpoint, opened)
+        return _best_source(endpoint, opened, workers, here=here)
     if transport == Transport.MAPPED:
         return mapped_source(opened, workers=workers)
     if transport == Transport.LOCAL:
         return local_source(opened, workers=workers)
+    if transport == Transport.SOCKET:
+        return socket_source(endpoint, opened, here=here)
     if transport == Transport.RING:
         return ring_source(endpoint, opened)
     if transport == Transport.RPC:
-        return RpcSource(endpoint, resident.model, resident.version)
-    raise InvalidArgument(f"transport: auto, mapped, local, ring or rpc, got {transport!r}")
+        return _rpc(endpoint, opened)
+    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket or rpc, got {transport!r}")
+
+
+def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
+    """On this host mapped, else by ring; else by the pool's socket door; else by gRPC."""
+    extra = {"model": opened.resident.model.name, "pool": endpoint.address}
+    if here:
+        try:
+            return mapped_source(opened, workers=workers)
+        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
+            log.warning("the table cannot be mapped, its rows come by another way", extra={**extra, "reason": str(error)})
+        try:
+            return ring_source(endpoint, opened)
+        except (NotFound, Unavailable, AccessDenied, ResourceExhausted) as error:
+            log.info("no ring to this pool", extra={**extra, "reason": str(error)})
+    try:
+        return socket_source(endpoint, opened, here=here)
+    except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
+        log.warning("rows come by rpc: there is no native door", extra={**extra, "reason": str(error)})
+    return _rpc(endpoint, opened)
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.client.endpoint import Endpoint
+from treadle.client.engram.hold import Hold
 from treadle.client.engram.pool_types import windows_message
 from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import (
     DataLoss,
     Deadline,
     EngramModel,
-    ProtocolMismatch,
     ResourceExhausted,
     Transport,
     TreadleError,
@@ -33,9 +31,7 @@ from treadle.dataplane import DeadlineQueue
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
-log = logging.getLogger("treadle.client")
 CALLS_MAX = 8  # lookups in flight of one handle: a step at a time, and those being cancelled
-HOLD_SECONDS_MAX = 24 * 3600.0  # a hold is taken anew at the first lookup after that
 RETRY_SECONDS = 0.05  # between two tries while the pool restarts
 
 
@@ -47,10 +43,11 @@ class RpcSource:
         self._endpoint, self._channel = endpoint, endpoint.channel()
         self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
         self._ref = pb.ModelRef(model=model.name, version=version)
-        self._hold = _Hold(endpoint, self._stub, self._ref)
+        self._hold = Hold(endpoint, model.name, version)
         try:
             self._hold.ensure()
         except TreadleError:
+            self._hold.close()
             self._channel.close()
             raise
         self._calls = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="treadle-lookup")
@@ -93,6 +90,7 @@ class RpcSource:
 
     def close(self) -> None:
         """See RowSource."""
+        self._hold.close()
         self._channel.close()
         self._calls.shutdown(wait=True, cancel_futures=True)
 
@@ -104,42 +102,10 @@ class RpcSource:
             ticket.fail(Unavailable(f"the lookup ended without its rows: {cause or 'the handle was closed'}"))
 
 
-class _Hold:
-    """An open HoldModel call: the pool does not free the version while it stands. Taken again when the pool has restarted."""
-
-    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, ref: pb.ModelRef) -> None:
-        self._endpoint, self._stub, self._ref = endpoint, stub, ref
-        self._call: Any = None
-        self._refused = False
-        self._lock = threading.Lock()
-
-    def ensure(self) -> None:
-        """Raises NotFound if the version has gone, Unavailable if the pool does not answer."""
-        with self._lock:
-            if self._refused or (self._call is not None and self._call.is_active()):
-                return
-            self._call = self._stub.HoldModel(
-                pb.HoldModelRequest(ref=self._ref), timeout=HOLD_SECONDS_MAX, metadata=self._endpoint.metadata
-            )
-            self._await_answer()
-
-    def _await_answer(self) -> None:
-        """The call stays open for long, its first answer must not take long."""
-        too_late = threading.Timer(self._endpoint.timeout_seconds, self._call.cancel)
-        too_late.start()
-        try:
-            next(self._endpoint.answers_of(self._call), None)
-        except ProtocolMismatch:  # an older pool: it frees a superseded version without asking
-            log.warning("this pool cannot hold a version for rpc readers; a newer one can", extra={"pool": self._endpoint.address})
-            self._refused = True
-        finally:
-            too_late.cancel()
-
-
 class _LookupCall:
     """One Lookup in flight, tried again while the pool restarts, cancelled when nobody waits any more."""
 
-    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest, hold: _Hold) -> None:
+    def __init__(self, endpoint: Endpoint, stub: pb_grpc.EngramPoolServiceStub, request: pb.LookupRequest, hold: Hold) -> None:
         self._endpoint, self._stub, self._request, self._hold = endpoint, stub, request, hold
         self._until = Deadline.after(WAIT_SECONDS_MAX)
         self._wanted, self._lock = len(request.layers), threading.Lock()
