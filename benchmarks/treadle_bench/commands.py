@@ -58,6 +58,36 @@ def peers(
     _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
 
 
+def ring(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Rows by the shared-memory ring of a real pool, beside the mapping and gRPC (needs 3 GB of memory; root for 2 MiB pages)."""
+    from treadle_bench.report import show
+    from treadle_bench.ring import measure
+
+    rows, goals = measure(quick=quick)
+    show(rows, goals, as_json=json, title="ring", quick=quick)
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
+def cache(
+    quick: Quick = False,
+    json: Json = False,
+    strict: Strict = False,
+    texts: Annotated[Path | None, typer.Option(help="Folder with text files, for the trace of real text.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="SmolLM2's tokenizer.json; default: the fetched model's.")] = None,
+) -> None:
+    """Hot rows before a table on a disk: hit rates and time with and without, and what a probe takes (needs 2 GB of disk)."""
+    from treadle.chassis.threads import set_compute_threads
+
+    set_compute_threads(1)
+    from treadle_bench.cache import fetched_tokenizer, measure
+    from treadle_bench.report import show
+
+    rows, goals = measure(quick=quick, texts=texts, tokenizer=tokenizer or fetched_tokenizer())
+    show(rows, goals, as_json=json, title="cache", quick=quick)
+    _exit(strict, [goal.met for goal in goals])
+
+
 @app.command("hash")
 def hash_(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
     """Tokens to row ids, native against numpy, for each family."""
@@ -167,7 +197,7 @@ def memories(
 def all_(quick: Quick = False, strict: Strict = False) -> None:
     """Every figure of this machine, one after the other (about 20 minutes); `grow` takes hours and is not among them."""
     missed = False
-    for command in (hash_, ticket, gather, attach, load, chat, memories):
+    for command in (hash_, ticket, gather, attach, ring, load, chat, memories):
         try:
             command(quick=quick, strict=strict)
         except typer.Exit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
+from engram_pool.adapters.ring_metrics import RingMetrics
+from engram_pool.adapters.row_stores import RowStores
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
@@ -36,11 +39,11 @@ from engram_pool.domain.table_reading import TableReading
 from engram_pool.domain.tenancy import NoReserve
 from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
-from engram_pool.settings import Settings, VerifyOnStart
+from engram_pool.settings import Settings, Tier, VerifyOnStart
 from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings
-from treadle.contract import InvalidArgument, TreadleError
+from treadle.contract import InvalidArgument, TreadleError, Unavailable
 from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
 from treadle.kernels.dax import dax_facts
@@ -48,6 +51,7 @@ from treadle.kernels.dax_space import DaxSpace
 from treadle.kernels.numa import check_policy
 
 PROGRAM = "treadle-engram-pool"
+logger = logging.getLogger("engram_pool")
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
 
 
@@ -98,6 +102,7 @@ async def serve(settings: Settings) -> int:
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
         parts.listen(settings)
+        _open_ring(parts.doors, settings)
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
             asyncio.create_task(parts.scrubber.run_forever()),
@@ -124,14 +129,35 @@ async def serve(settings: Settings) -> int:
             stopping.result()
 
 
+def _open_ring(doors: Doors, settings: Settings) -> None:
+    """Once versions are there to be found."""
+    if settings.ring_path is None or not isinstance(doors, NativeDoors):
+        return
+    try:
+        doors.open_ring(
+            settings.ring_path, clients_max=settings.ring_clients_max, arena_bytes_max=settings.ring_arena_bytes_max,
+            users=settings.ring_user_ids,
+        )  # fmt: skip
+    except Unavailable as error:
+        if settings.ring_listen != "auto":
+            raise
+        logger.warning("there is no ring: give ring_listen a path that can be bound", extra={"reason": str(error)})
+
+
+def _row_stores(settings: Settings, *, in_memory: bool) -> RowStores:
+    on_disk = settings.tier is Tier.DISK or (settings.tier is Tier.AUTO and not in_memory)
+    return RowStores(on_disk=on_disk, disk_threads=settings.disk_threads, hot_bytes=settings.hot_rows_bytes)
+
+
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
     key = read_key(settings.peer_key_file)
     keys = dict.fromkeys(settings.peer_list, key) if key is not None else {}  # shown to peers of ours, to nobody a caller names
     open_peers = partial(open_peer_version, keys=keys, tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), _store(settings)
     doors, queue = open_native_doors(
-        workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
-    )
+        workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants,
+        stores=partial(_row_stores, settings, in_memory=store.in_memory),
+    )  # fmt: skip
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
@@ -157,6 +183,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         reserving=Reserving(bandwidth, compute), tenants=tenants, segment_dir=store.folder,
         gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
+    RingMetrics(registry, doors)
     DoorMetrics(registry, doors)
     return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
 

@@ -17,12 +17,13 @@ from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
+from treadle.client.engram.ring_source import ring_source
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.client.engram.spread import owners_told_by, spread_source
 from treadle.client.engram.table_reading import describe_table, read_table
-from treadle.contract import EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
+from treadle.contract import AccessDenied, EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
@@ -48,7 +49,8 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else its socket door, else rpc), mapped, local, socket or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else its ring, its socket door, or rpc), mapped, local, ring, socket
+                   or rpc
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -340,19 +342,25 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
         return local_source(opened, workers=workers)
     if transport == Transport.SOCKET:
         return _remote_source(endpoint, opened, here=here)
+    if transport == Transport.RING:
+        return ring_source(endpoint, opened)
     if transport == Transport.RPC:
         return _rpc(endpoint, opened)
-    raise InvalidArgument(f"transport: auto, mapped, local, socket or rpc, got {transport!r}")
+    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket or rpc, got {transport!r}")
 
 
 def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
-    """Mapped on this host; else by the pool's native door; else by gRPC."""
+    """On this host mapped, else by ring; else by the pool's socket door; else by gRPC."""
     extra = {"model": opened.resident.model.name, "pool": endpoint.address}
     if here and not any(place.held for place in opened.segments):
         try:
             return mapped_source(opened, workers=workers)
         except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
             log.warning("the table cannot be mapped, its rows come by another way", extra={**extra, "reason": str(error)})
+        try:
+            return ring_source(endpoint, opened)
+        except (NotFound, Unavailable, AccessDenied, ResourceExhausted) as error:
+            log.info("no ring to this pool", extra={**extra, "reason": str(error)})
     try:
         return _remote_source(endpoint, opened, here=here)
     except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
