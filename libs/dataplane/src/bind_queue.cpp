@@ -73,6 +73,7 @@ void bind_queue(py::module_& module) {
         .def_property_readonly("submitted_ns", [](const TicketDoor& door) { return door.ticket->submitted_ns.load(); })
         .def_property_readonly("started_ns", [](const TicketDoor& door) { return door.ticket->started_ns.load(); })
         .def_property_readonly("finished_ns", [](const TicketDoor& door) { return door.ticket->finished_ns.load(); })
+        .def_property_readonly("busy_ns", [](const TicketDoor& door) { return door.ticket->busy_ns.load(); })
         .def_property_readonly("predicted_ns", [](const TicketDoor& door) { return door.ticket->told_ns; })
         .def_property_readonly("ended", &TicketDoor::ended)
         .def_property_readonly("cancelled", [](const TicketDoor& door) { return door.ticket->ended() && door.ticket->state() != State::complete; })
@@ -91,6 +92,7 @@ void bind_queue(py::module_& module) {
         .def("reserve", [](Engine& engine, const std::string& name, int64_t total, int64_t bytes_per_second, int64_t until_ns) {
             return engine.queue.reserve(name, total, bytes_per_second, until_ns);
         })
+        .def("pace_ns", [](Engine& engine, int64_t bytes) { return engine.queue.pace_ns(bytes); })
         .def("row_ns", [](Engine& engine, int tier, int64_t row_bytes, int64_t rows) {
             return engine.queue.row_ns(static_cast<Tier>(tier), row_bytes, rows);
         })

@@ -108,12 +108,17 @@ public:
             if (event_fd_ >= 0) signal_event_fd();
         }
         ended_.notify_all();
+        if (on_end) on_end(*this);
     }
+
+    // Set before submission by those who do not wait: called once, last, on the thread that ended the ticket. Must not throw.
+    std::function<void(const Ticket&)> on_end;
 
     const Job job;
     const int64_t deadline_ns;
     int32_t tenant = 0;  // index; 0: nobody in particular
     std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
+    std::atomic<int64_t> busy_ns{0};  // of all workers, in its pieces
     int64_t told_ns = 0;  // its finish as it was predicted when it was admitted; 0: it was not
 
     // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has

@@ -19,6 +19,9 @@ from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
+from engram_pool.adapters.tenant_metrics import TenantMetrics
+from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
@@ -27,8 +30,10 @@ from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Doors
 from engram_pool.domain.repairing import Repairs
+from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
+from engram_pool.domain.tenancy import NoReserve
 from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
@@ -36,9 +41,11 @@ from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings
 from treadle.contract import InvalidArgument, TreadleError
-from treadle.dataplane import NOBODY, Tenants
-from treadle.dataplane.socket import token_digest
+from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
+from treadle.kernels.dax import dax_facts
+from treadle.kernels.dax_space import DaxSpace
+from treadle.kernels.numa import check_policy
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -85,7 +92,8 @@ async def serve(settings: Settings) -> int:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    parts = _put_together(settings, registry, compute)
+    tenants = read_tenants(settings.tenants_file, read_keys(settings))
+    parts = _put_together(settings, registry, compute, tenants)
     served = False  # a pool that never served deletes nothing
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
@@ -98,6 +106,7 @@ async def serve(settings: Settings) -> int:
             code = await run_service(
                 "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
                 build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
+                key_digests=frozenset(tenants.tokens),
             )  # fmt: skip
             served = True
             return code
@@ -115,11 +124,10 @@ async def serve(settings: Settings) -> int:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> _Parts:
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
-    meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
-    tenants = Tenants(tokens={token_digest(key): NOBODY for key in read_keys(settings)})
-    doors, _ = open_native_doors(
+    meters, store = PrometheusMeters(registry), _store(settings)
+    doors, queue = open_native_doors(
         workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
     )
     pool = Pool(
@@ -133,18 +141,36 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers,
     )  # fmt: skip
     pool.repair_with(Repairs(store, meters, loader.open_source, open_peers, peers=settings.peer_list).mend)
-    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    bandwidth = queue or NoReserve()
+    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max, tenants=tenants, bandwidth=bandwidth)
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
+    meters.observe_device(store.device_nodes)
     meters.observe_scrubber(scrubber)
     meters.observe_directory(directory)
+    TenantMetrics(registry, tenants, queue)
     server = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
-        segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
+        reserving=Reserving(bandwidth, compute), tenants=tenants, segment_dir=store.folder,
+        gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
     DoorMetrics(registry, doors)
     return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
+
+
+def _store(settings: Settings) -> SegmentFolder:
+    if settings.dax_device is None:
+        if settings.numa:
+            check_policy(settings.numa)
+        return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
+    facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
+    space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    try:
+        return SegmentFolder(settings.segment_dir, DaxPlaces(space))
+    except BaseException:
+        space.close()
+        raise
 
 
 def build_version() -> str:

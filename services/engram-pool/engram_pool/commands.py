@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engram_pool.load_options import PROFILES, read_limited, roles, template, tokenizer_beside
+from engram_pool.load_options import PROFILES, read_limited, roles, share, template, tokenizer_beside
 from engram_pool.load_turn import in_turn
 from engram_pool.terminal import (
     VERSION_DIGITS,
+    bytes_of,
     model_document,
     model_line,
     owner_document,
@@ -29,6 +31,7 @@ from engram_pool.terminal import (
     print_table,
     progress_bar,
     size_text,
+    tenant_line,
 )
 from treadle.contract import InvalidArgument, NotFound
 
@@ -72,6 +75,14 @@ def load(
         str, typer.Option(help="What U8 rows of a checkpoint without a manifest hold: nf4 or int4; none: as its config.json says.")
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of random rows.")] = 0,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="HOST:PORT", help="A pool that holds the version NAME, whole or in parts.")
+    ] = None,
+    version: Annotated[str, typer.Option(help="Version at the peers, all digits; none: the current one.")] = "",
+    owners: Annotated[str, typer.Option(help="Names of all owners, by commas: keep only what --owner owns of the tables.")] = "",
+    owner: Annotated[str, typer.Option(help="Which of --owners this pool is.")] = "",
+    replicas: Annotated[int, typer.Option(min=1, help="Owners of each stretch of rows.")] = 1,
+    stretch_rows: Annotated[int, typer.Option(min=0, help="Rows of a stretch, at most; 0: as many as suit the table.")] = 0,
     keep_previous: Annotated[
         bool | None, typer.Option(help="Keep the version that is current now; without either: kept where --grown is given.")
     ] = None,
@@ -79,16 +90,23 @@ def load(
     api_key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, or random rows."""
-    if [grown is not None, checkpoint is not None, random].count(True) != 1:
-        raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH and --random")
+    """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, other pools' or random rows."""
+    if [grown is not None, checkpoint is not None, random, bool(peers)].count(True) != 1:
+        raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH, --peer HOST:PORT and --random")
+    if peers and (not name or manifest or profile or tokenizer or token_map):
+        raise InvalidArgument("peers bring manifest and token map: give the model's name, and leave those options out")
+    if version and not peers:
+        raise InvalidArgument("--version names a version at peers; other sources make theirs")
+    placement = share(owners, owner, replicas, stretch_rows)
+    if placement is not None and grown is not None:
+        raise InvalidArgument("a grown memory is kept whole: leave --owners out")
     if (names or row_dtype) and checkpoint is None:
         raise InvalidArgument("--map and --row-dtype are about tensors of a checkpoint; grown and random rows have none")
     if grown is not None and (manifest or profile or tokenizer or token_map):
         raise InvalidArgument("a grown folder brings its own manifest and token map: leave those options out")
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:
         tokenizer = tokenizer_beside(checkpoint, manifest)
-    model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None else (None, None)
+    model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None and not peers else (None, None)
     if model is None and random:
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
     keep = grown is not None if keep_previous is None else keep_previous
@@ -96,14 +114,16 @@ def load(
     with _fabric(pool, api_key_file) as fabric, progress_bar("loading") as report:
         if grown is not None:
             ask = partial(fabric.engram.load_grown, grown.absolute(), name or None)
+        elif peers:
+            ask = partial(fabric.engram.load_peers, peers, name, version or None, placement=placement)
         elif checkpoint is not None:
             ask = partial(
                 fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []),
-                name=name if model is None else "", row_dtype=row_dtype,
+                name=name if model is None else "", row_dtype=row_dtype, placement=placement,
             )  # fmt: skip
         else:
             assert model is not None
-            ask = partial(fabric.engram.load_random, model, ids, seed=seed)
+            ask = partial(fabric.engram.load_random, model, ids, seed=seed, placement=placement)
         loaded, seconds = in_turn(partial(ask, keep_previous=keep, progress=report))
     print_loaded(loaded, seconds, as_json)
 
@@ -205,6 +225,27 @@ def list_owners(
 
 
 @app.command()
+def reserve(
+    name: Annotated[str, typer.Argument(help="Who asks; the same name again replaces the reserve.")],
+    rate: Annotated[str, typer.Argument(help="Bandwidth to keep free: bytes a second, or with K, M, G; 0 gives it back.")],
+    seconds: Annotated[float, typer.Option(help="How long; renew before it ends.")] = 60.0,
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks; rows yield to it."""
+    with _fabric(pool, api_key_file) as fabric:
+        now = fabric.engram.reserve_bandwidth(name, bytes_of(rate), seconds)
+    if as_json:
+        print_json({"reserved_bytes_per_second": now.reserved_bytes_per_second, "left_bytes_per_second": now.left_bytes_per_second})
+        return
+    print_line(
+        f"reserved {size_text(now.reserved_bytes_per_second)}/s for {seconds:g} s, "
+        f"{size_text(now.left_bytes_per_second)}/s are left to rows"
+    )
+
+
+@app.command()
 def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False) -> None:
     """Show build, memory and page size of the pool."""
     with _fabric(pool, api_key_file) as fabric:
@@ -212,12 +253,16 @@ def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Jso
     figures = {
         "address": pool, "pid": now.pid, "build_version": now.build_version, "proto_version": now.proto_version,
         "segment_dir": str(now.segment_dir), "table_bytes": now.table_bytes, "table_bytes_max": now.table_bytes_max,
-        "page_bytes": now.page_bytes, "draining": now.draining,
+        "page_bytes": now.page_bytes, "draining": now.draining, "scrub_chunks_checked": now.scrub.chunks_checked,
+        "scrub_chunks_bad": now.scrub.chunks_bad, "scrub_chunks_repaired": now.scrub.chunks_repaired,
+        "scrub_pass_ended_at_seconds": now.scrub.pass_ended_at_seconds,
     }  # fmt: skip
     if as_json:
-        print_json(figures)
+        print_json(figures | {"tenants": [asdict(tenant) for tenant in now.tenants]})
     else:
         print_table(("", ""), [(name.replace("_", " "), str(value)) for name, value in figures.items()], empty="")
+        columns = ("tenant", "rows", "refused", "late", "rows/s at most")
+        print_table(columns, [tenant_line(tenant) for tenant in now.tenants], empty="")
     if now.draining:
         raise typer.Exit(1)
 

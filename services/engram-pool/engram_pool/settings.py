@@ -14,6 +14,13 @@ from treadle.contract.placement import Spread
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
 
 
+class Storage(StrEnum):
+    """Where segments lie."""
+
+    SHM = "shm"
+    DAX = "dax"
+
+
 class VerifyOnStart(StrEnum):
     """How closely versions found on disk are looked at before they are served."""
 
@@ -31,6 +38,22 @@ class Settings(ServerSettings):
     """Address of /metrics, host:port; port 0 takes a free one."""
     segment_dir: Path = Path(f"/dev/shm/treadle-{os.getuid()}")
     """Folder of the segments: ours alone, on tmpfs for speed. Readers map what lies here."""
+    storage: Storage = Storage.SHM
+    """shm: files below segment_dir; dax: regions of dax_device, with small files and locks below segment_dir."""
+    dax_device: Path | None = None
+    """A character device /dev/daxX.Y, or a file of fixed size (fsdax, famfs). The pool takes all of it."""
+    dax_bytes: int = 0
+    """Bytes of a device whose size sysfs does not tell; 0: sysfs tells it."""
+    dax_sysfs_root: Path = Path("/sys")
+    """Where kind, size and alignment of a device are looked up."""
+    dax_host: str = ""
+    """Name of this host in the device's directory; empty: its machine id."""
+    dax_shared: bool = False
+    """Other hosts read this device: what is removed stays on it until a take-over. Said by the host that loads."""
+    dax_take_over: bool = False
+    """Make this host the owner of what another one loaded, and reuse what was removed: no other host uses the device any more."""
+    numa: str = ""
+    """Memory nodes of the tables: local (that of the loading thread), interleave, node:N; empty: as the kernel likes. For storage shm."""
     table_bytes_max: int = 0
     """Most bytes of segments; 0: as much as the file system holds."""
     verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
@@ -75,6 +98,8 @@ class Settings(ServerSettings):
     """Most requests at the native doors that wait for a thread; more are refused."""
     door_admission: bool = True
     """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    tenants_file: Path | None = None
+    """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -121,6 +146,12 @@ class Settings(ServerSettings):
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
         if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
             raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
+        if (self.storage is Storage.DAX) != (self.dax_device is not None):
+            raise WrongSetting("storage dax and dax_device go together: give both or none")
+        if self.numa and self.storage is Storage.DAX:
+            raise WrongSetting("numa is for storage shm: a device's memory lies on the device's own node")
+        if self.dax_bytes < 0:
+            raise WrongSetting(f"dax_bytes is >= 0, got {self.dax_bytes}")
         for peer in self.peer_list:
             if ":" not in peer:
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")

@@ -153,6 +153,11 @@ class DeadlineQueue:
             )
         return self.reserved()
 
+    def pace_seconds(self, byte_count: int) -> float:
+        """How long whoever gathers `byte_count` bytes beside this queue should wait first, so that a reserve is kept; they are taken
+        off its pace."""
+        return self._engine.pace_ns(byte_count) / 1e9
+
     def reserved(self) -> Reserved:
         """What all reserves keep now, and what is left; 0 left: not measured, as nothing was ever reserved."""
         reserved = int(self._engine.stats()["reserved_bytes_per_second"])
@@ -249,6 +254,11 @@ class Ticket:
     def predicted_ns(self) -> int:
         """When admission expected it to finish as it was submitted; 0: a queue without admission."""
         return self._ticket.predicted_ns
+
+    @property
+    def busy_ns(self) -> int:
+        """What its pieces have taken so far, all workers together: its service time, without the waits between them."""
+        return self._ticket.busy_ns
 
     @property
     def done(self) -> bool:

@@ -146,7 +146,7 @@ class Loader:
         await run(self._pool.room.check, model, bytes_needed(source, held))
         staging = await run(self._store.stage)
         try:
-            if isinstance(source, GrownRows | PeerRows):
+            if isinstance(source, GrownRows) or (isinstance(source, PeerRows) and source.is_grown):
                 self._pool.refuse_without_weights(model)
                 await run(source.keep_files, staging)
             await run(staging.keep_origin, origin_text(order.source))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -310,6 +311,14 @@ class Pool:
         """Versions that stand so."""
         return sum(resident.warm_state is state for resident in self._catalogue.all())
 
+    def node_bytes(self, node: int) -> int:
+        """Bytes of segments in memory on a node, by a sample of their pages."""
+        total = 0
+        for resident in self._catalogue.all():
+            if sampled := sum(resident.nodes.values()):
+                total += resident.stored.segment_bytes * resident.nodes.get(node, 0) // sampled
+        return total
+
     def open_readers(self) -> int:
         """Processes that hold a version, counted once for each version, and HoldModel calls."""
         return sum(self._store.readers([resident.stored for resident in self._catalogue.all()])) + self._holding.inside
@@ -474,8 +483,8 @@ class Pool:
         return deleted
 
     async def _take_in(self, stored: StoredVersion) -> Resident:
-        pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
-        resident = Resident(stored, stored.standing, page_bytes=pages)
+        pages, nodes = await self._compute.run(_memory_of, stored)
+        resident = Resident(stored, stored.standing, page_bytes=pages, nodes=nodes)
         await self._compute.run(self._doors.publish, stored)
         if self._warmer is not None:
             resident.warmth = self._warmer.warm([span for s in stored.segments.values() for span in s.spans_to_enter()])
@@ -508,3 +517,12 @@ def _holding(resident: Resident) -> Holding:
     segments = resident.stored.segments
     held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
     return Holding(resident.name, resident.version, held)
+
+
+def _memory_of(stored: StoredVersion) -> tuple[int, dict[int, int]]:
+    """(smallest page size in use, sampled pages by memory node)."""
+    segments = stored.segments.values()
+    nodes: Counter[int] = Counter()
+    for segment in segments:
+        nodes.update(segment.nodes())
+    return min(segment.page_bytes() for segment in segments), dict(nodes)

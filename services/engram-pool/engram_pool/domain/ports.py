@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
-from treadle.contract.owners import Door
+from treadle.contract.owners import Door as Door
 from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
@@ -65,6 +65,9 @@ class TableSegment(Protocol):
 
     def will_need(self, chunk: int) -> None:
         """Start reading a chunk from disk."""
+
+    def nodes(self) -> dict[int, int]:
+        """How many of some sampled pages lie on each memory node; empty for a file on disk, or where the kernel does not tell."""
 
     def check_frame(self) -> None:
         """Compare what is around the rows, and the file's size. Raises DataLoss."""

@@ -45,6 +45,7 @@ class WorkerMetrics:
             buckets=GATHER_SECONDS, registry=registry,
         )  # fmt: skip
 
+        self._hinted = counter("engram_hint_tokens", "Prompt tokens whose rows were brought near before their step")
         self._opens = counter("engram_opens", "Openings of Engram memories, by outcome", ("outcome",))
         self._refused = counter(
             "engram_choices_refused", "Choices of an Engram memory that could not be had, by reason", ("reason",)
@@ -102,6 +103,10 @@ class WorkerMetrics:
             self._gathers.labels(ticket.transport, ticket.gather_outcome).inc()
             if ticket.gather_seconds is not None:
                 self._gather_seconds.labels(ticket.transport).observe(ticket.gather_seconds)
+
+    def hinted(self, tokens: int) -> None:
+        """See Observer."""
+        self._hinted.inc(tokens)
 
     def ended(self, outcome: str) -> None:
         """See Observer."""

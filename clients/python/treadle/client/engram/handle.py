@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.client.engram.sources import FakeSource, RowSource, TableSource
+from treadle.client.engram.hints import TakesHints
+from treadle.client.engram.sources import FakeSource, HasBuffers, RowSource, TableSource
+from treadle.client.engram.spread import Replica, SpreadSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
 from treadle.contract.warm_state import WarmState
@@ -38,6 +40,11 @@ class EngramHandle:
         return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
 
     @property
+    def replicas(self) -> list[Replica]:
+        """The owners that are asked, where there are several: whether each is reachable and held, and its share of the rows."""
+        return self._source.replicas if isinstance(self._source, SpreadSource) else []
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """0-based decoder layers that have a table."""
         return self.model.layers
@@ -45,6 +52,14 @@ class EngramHandle:
     def rows_buffer(self, token_count: int) -> Rows:
         """A new `out` for one layer: u8 [token_count, C, row_bytes], the caller's."""
         return np.empty((token_count, self.model.columns, self.model.row.bytes), dtype=np.uint8)
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` that rows of this handle reach without a copy: u8, the caller's, given back with the last array over it.
+
+        By ring it lies in memory that is shared with the pool, so let go of it soon; by other transports it is ordinary memory.
+        Raises ResourceExhausted when the ring's memory is taken.
+        """
+        return self._source.buffer(shape) if isinstance(self._source, HasBuffers) else np.empty(shape, dtype=np.uint8)
 
     def gather(self, layer: int, rows: NDArray[np.int64], out: Rows | None = None) -> Rows:
         """Rows of `layer` by id, head offsets added.
@@ -69,16 +84,33 @@ class EngramHandle:
         self._source.lookup(wanted, windows, outs)
         return outs
 
+    @property
+    def wants_hints(self) -> bool:
+        """False where `hint` does nothing: rows are as near as they come, or the transport cannot bring them nearer."""
+        return isinstance(self._source, TakesHints) and self._source.wants_hints
+
+    def hint(self, windows: Windows, queue: DeadlineQueue | None = None) -> int:
+        """Say which tokens will be looked up later, as soon as they are known; returns at once.
+
+        queue: as in `prefetch`
+        Rows are brought nearer while nothing with a deadline waits: from a disk, or into pages that are not entered yet. Returns how many
+        of the first tokens are taken: 0 where no row can be brought nearer, fewer than all where as many hints as fit are queued.
+        """
+        self._outs((), windows, None)
+        return self._source.hint(windows, queue) if isinstance(self._source, TakesHints) else 0
+
     def prefetch(
-        self, windows: Windows, deadlines: Mapping[int, Deadline], out: Mapping[int, Rows] | None = None,
+        self, windows: Windows, deadlines: Mapping[int, Deadline] | None = None, out: Mapping[int, Rows] | None = None,
         queue: DeadlineQueue | None = None,
     ) -> LookupTicket:  # fmt: skip
         """Start a lookup of the layers in `deadlines`, earliest first; returns at once.
 
+        deadlines: None: all layers, without a deadline: in idle time, for a whole prompt as soon as it is tokenised
         queue: where mapped and local rows are gathered, for callers with many handles; None: by threads of this handle's own
         The arrays of `windows` and `out` belong to the ticket until each layer was waited for or the ticket was cancelled.
         Raises InvalidArgument before anything starts, ResourceExhausted when the queue is full.
         """
+        deadlines = dict.fromkeys(self.layers, Deadline.never()) if deadlines is None else deadlines
         outs = self._outs(tuple(deadlines), windows, out)
         return LookupTicket(self._source.submit(windows, outs, deadlines, queue), outs)
 

@@ -20,6 +20,7 @@ from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
+from treadle.client.engram.spread import owners_told_by, spread_source
 from treadle.client.engram.table_reading import describe_table, read_table
 from treadle.contract import EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
@@ -188,6 +189,18 @@ class EngramPool:
             _report(progress, answer.progress)
         return checked
 
+    def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks: rows that the pool gathers yield to it.
+
+        name:             who asks; a second reserve of the same name replaces the first
+        bytes_per_second: bytes copied a second; 0 gives it back
+        seconds:          it ends by itself; renew before
+        Processes that map tables gather on their own and do not hear of it: their queue has a `reserve` of its own.
+        Raises InvalidArgument, ResourceExhausted where rows would have too little, Unavailable without the native data plane.
+        """
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(self._endpoint.call(self._stub.ReserveBandwidth, request))
+
     def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
         answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
@@ -296,6 +309,11 @@ class AsyncEngramPool:
             weights.add(piece)
         return await asyncio.to_thread(weights.whole)
 
+    async def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """`EngramPool.reserve_bandwidth`."""
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(await self._endpoint.aio_call(self._stub.ReserveBandwidth, request))
+
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""
         answer = await self._endpoint.aio_call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
@@ -321,7 +339,7 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
     if transport == Transport.LOCAL:
         return local_source(opened, workers=workers)
     if transport == Transport.SOCKET:
-        return socket_source(endpoint, opened, here=here)
+        return _remote_source(endpoint, opened, here=here)
     if transport == Transport.RPC:
         return _rpc(endpoint, opened)
     raise InvalidArgument(f"transport: auto, mapped, local, socket or rpc, got {transport!r}")
@@ -330,16 +348,24 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
 def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
     """Mapped on this host; else by the pool's native door; else by gRPC."""
     extra = {"model": opened.resident.model.name, "pool": endpoint.address}
-    if here:
+    if here and not any(place.held for place in opened.segments):
         try:
             return mapped_source(opened, workers=workers)
         except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
             log.warning("the table cannot be mapped, its rows come by another way", extra={**extra, "reason": str(error)})
     try:
-        return socket_source(endpoint, opened, here=here)
+        return _remote_source(endpoint, opened, here=here)
     except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
         log.warning("rows come by rpc: there is no native door", extra={**extra, "reason": str(error)})
     return _rpc(endpoint, opened)
+
+
+def _remote_source(endpoint: Endpoint, opened: types.OpenedModel, *, here: bool) -> RowSource:
+    """The pool's own socket door; where it is one owner among others, all of them."""
+    listed = owners_told_by(endpoint, opened.resident.model)
+    if len(listed.owners) > 1:
+        return spread_source(endpoint, opened.resident.model, listed)
+    return socket_source(endpoint, opened, here=here)
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:

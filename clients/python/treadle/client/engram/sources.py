@@ -13,11 +13,12 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.client.engram.hints import StartHint, start_hints
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
@@ -53,6 +54,14 @@ class RowSource(Protocol):
 
     def close(self) -> None:
         """Give the memory back; tickets still queued end as cancelled."""
+
+
+@runtime_checkable
+class HasBuffers(Protocol):
+    """A source with memory of its own for rows."""
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` that rows go into without a copy. Raises ResourceExhausted."""
 
 
 class TableSource:
@@ -103,6 +112,32 @@ class TableSource:
             raise
         self._tickets.remember(tickets.values())
         return dict(tickets)
+
+    @property
+    def wants_hints(self) -> bool:
+        """See TakesHints: while pages are not entered, and where the tables lie on a disk."""
+        return self.warm_state is not WarmState.WARM
+
+    def hint(self, windows: Windows, queue: DeadlineQueue | None = None) -> int:
+        """See TakesHints."""
+        if not self.wants_hints:
+            return 0
+        own: DeadlineQueue = self._tickets.queue if queue is None else queue
+        tickets: list[Ticket] = []
+
+        def started(layer: int) -> StartHint:
+            def start(piece: Windows, out: Rows) -> Ticket:
+                ticket = own.submit_lookup(self._plans[layer], self._tables[layer], piece, out, Deadline.never())
+                tickets.append(ticket)
+                return ticket
+
+            return start
+
+        plan = next(iter(self._plans.values()))
+        row_bytes = next(iter(self._tables.values())).shape[1]
+        taken = start_hints(windows, plan.columns, row_bytes, [started(layer) for layer in self._tables])
+        self._tickets.remember(tickets)
+        return taken
 
     @property
     def warm_state(self) -> WarmState:

@@ -1,0 +1,150 @@
+"""Rows by the shared-memory ring of this host's pool: for processes that may not map the tables, or want the host's hot rows.
+
+Owns the connection, taken anew when the pool has restarted, and the hold that keeps the version from being freed. Rows go straight
+into an `out` that `buffer` made; into any other they are copied once more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.client.endpoint import Endpoint
+from treadle.client.engram.hold import Hold
+from treadle.client.engram.pool_types import OpenedModel
+from treadle.client.engram.ticket import LayerTicket, Rows
+from treadle.contract import Deadline, EngramModel, NotFound, Transport, TreadleError, Windows
+from treadle.contract.policy import WAIT_SECONDS_MAX, WaitPolicy
+from treadle.dataplane import DeadlineQueue
+from treadle.dataplane.hot_rows import HotRowsReader
+from treadle.dataplane.ring import RingCall, RingClient
+from treadle.dataplane.socket import token_digest
+from treadle.kernels.arguments import row_out_of_range
+
+PATIENCE_SECONDS = WaitPolicy().wait_seconds_max  # rows that are late by less than that are still taken by most callers
+HOLD_CHECK_SECONDS = 1.0  # between two looks whether the pool still holds the version
+
+
+class RingSource:
+    """Rows of one version through the ring at `path`.
+
+    arena_bytes: memory shared with the pool, for buffers and requests in flight; 0: as much as the pool gives
+    Raises Unavailable, AccessDenied, ResourceExhausted: what the first connection met.
+    """
+
+    def __init__(self, endpoint: Endpoint, model: EngramModel, version: str, path: str, *, arena_bytes: int = 0) -> None:
+        self.transport = Transport.RING
+        self._model, self._digest, self._version = model, bytes.fromhex(version), version
+        self._path, self._token, self._arena_bytes = path, token_digest(endpoint.key), arena_bytes
+        self._timeout_seconds, self._lock = endpoint.timeout_seconds, threading.Lock()
+        self._hold = Hold(endpoint, model.name, version)
+        try:
+            self._hold.ensure()
+            self._client, self._hot = self._connect()
+        except TreadleError:
+            self._hold.close()
+            raise
+        self._hold_checked = time.monotonic()
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` in memory shared with the pool. Raises ResourceExhausted when the arena is full."""
+        return self._connected().buffer(shape)
+
+    def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
+        """See RowSource."""
+        bad = (rows < 0) | (rows >= self._model.table(layer).rows)
+        if bad.any():  # before anything is sent: `out` is then untouched
+            raise row_out_of_range(rows, int(np.argmax(bad)), self._model.table(layer).rows)
+        client, until = self._connected(), Deadline.after(self._timeout_seconds)
+        if not self._gather_hot(client, layer, np.ascontiguousarray(rows), out, until):
+            _whole(client.submit_gather(self._digest, layer, np.ascontiguousarray(rows), out, until), until)
+
+    def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
+        """See RowSource."""
+        until = Deadline.after(self._timeout_seconds)
+        calls = self._connected().submit_lookup(self._digest, windows, outs, dict.fromkeys(layers, until))
+        try:
+            for call in calls.values():
+                _whole(call, until)
+        except TreadleError:
+            for call in calls.values():
+                call.cancel()  # `outs` are the caller's again
+            raise
+
+    def submit(
+        self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
+    ) -> dict[int, LayerTicket]:
+        """See RowSource. One request for each layer, one wake-up for all; nothing is gathered here, so no queue is needed."""
+        patient = {layer: _later(deadline) for layer, deadline in deadlines.items()}
+        calls = self._connected().submit_lookup(self._digest, windows, outs, patient)
+        for layer, call in calls.items():
+            call.deadline = deadlines[layer]
+        return {layer: call for layer, call in calls.items()}  # noqa: C416 - widens the value type
+
+    def page_bytes(self) -> int:
+        """See RowSource: the tables are elsewhere."""
+        return 0
+
+    def close(self) -> None:
+        """See RowSource. Buffers stay readable."""
+        self._client.close()
+        self._hold.close()
+
+    def _connected(self) -> RingClient:
+        """The connection, a new one if the pool has gone meanwhile. Raises Unavailable while it is away."""
+        client, now = self._client, time.monotonic()
+        if not client.lost and now < self._hold_checked + HOLD_CHECK_SECONDS:
+            return client
+        with self._lock:
+            if self._client.lost:
+                self._client.close()
+                self._client, self._hot = self._connect()
+            if now >= self._hold_checked + HOLD_CHECK_SECONDS:
+                self._hold.ensure()
+                self._hold_checked = now
+            return self._client
+
+    def _connect(self) -> tuple[RingClient, HotRowsReader | None]:
+        client = RingClient(self._path, token=self._token, arena_bytes=self._arena_bytes, seconds=self._timeout_seconds)
+        caches = [HotRowsReader(descriptor) for descriptor in client.hot_rows]
+        return client, next((cache for cache in caches if cache.row_bytes == self._model.row.bytes), None)
+
+    def _gather_hot(self, client: RingClient, layer: int, rows: NDArray[np.int64], out: Rows, until: Deadline) -> bool:
+        """Take what is hot from the host's cache and ask for the rest; False, and nothing done, where it has nothing of this table."""
+        table = None if self._hot is None else self._hot.table(self._version, layer)
+        if self._hot is None or table is None:
+            return False
+        flat, target = rows.reshape(-1), out.reshape(-1, out.shape[-1])
+        misses = self._hot.probe(table, flat, target)
+        if misses.size:
+            rest = np.empty((misses.size, target.shape[1]), np.uint8)
+            _whole(client.submit_gather(self._digest, layer, flat[misses], rest, until), until)
+            target[misses] = rest
+        return True
+
+
+def ring_source(endpoint: Endpoint, opened: OpenedModel, *, arena_bytes: int = 0) -> RingSource:
+    """Open the ring of a pool on this host. Raises NotFound where it has none, and what RingSource raises."""
+    model = opened.resident.model
+    for door in opened.doors:
+        if door.transport == Transport.RING:
+            path = door.address.removeprefix("unix:")
+            return RingSource(endpoint, model, opened.resident.version, path, arena_bytes=arena_bytes)
+    raise NotFound(f"{endpoint.address} has no ring; see its setting ring_listen")
+
+
+def _later(deadline: Deadline) -> Deadline:
+    """What the pool is told: it refuses only what comes too late even for a caller who waits."""
+    return Deadline(min(deadline.at_ns + round(PATIENCE_SECONDS * 1e9), (1 << 63) - 1))
+
+
+def _whole(call: RingCall, until: Deadline) -> None:
+    """Wait for it. Raises what ended it, DeadlineExceeded when the time was over; nobody writes to its rows then."""
+    while not call.wait(min(WAIT_SECONDS_MAX, until.remaining_seconds())):
+        if until.remaining_seconds() == 0:
+            call.cancel()
+            until.check(before="all rows were there")
