@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -20,11 +20,12 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Door
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
-from treadle.chassis.server import run_service
-from treadle.chassis.settings import WrongSetting, load_settings
+from treadle.chassis.server import read_keys, run_service
+from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.contract import InvalidArgument, TreadleError
 
 PROGRAM = "treadle-engram-pool"
@@ -56,10 +57,11 @@ async def serve(settings: Settings) -> int:
         await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
         reaper = asyncio.create_task(pool.reap_forever(settings.reap_interval_seconds))
         try:
-            code = await run_service(
-                "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
-                build_version=build_version(), on_drain=pool.drain,
-            )  # fmt: skip
+            async with _doors(settings, pool, registry, server):
+                code = await run_service(
+                    "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
+                    build_version=build_version(), on_drain=pool.drain,
+                )  # fmt: skip
             served = True
             return code
         finally:
@@ -89,6 +91,26 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     return pool, EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
     )  # fmt: skip
+
+
+@asynccontextmanager
+async def _doors(settings: Settings, pool: Pool, registry: CollectorRegistry, server: EngramPoolServer) -> AsyncIterator[None]:
+    """The doors beside gRPC, open."""
+    if not settings.mooncake_listen:
+        yield
+        return
+    from engram_pool.adapters.mooncake_opening import open_mooncake_door  # its library is 260 MB, and an extra
+
+    host, port = split_address(settings.mooncake_listen)
+    door = await open_mooncake_door(
+        pool, registry, host=host, port=port, protocol=settings.mooncake_protocol, slots=settings.mooncake_slots,
+        direct=settings.mooncake_direct, keys=read_keys(settings),
+    )  # fmt: skip
+    server.doors.append(Door("mooncake", door.address))
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(door.close)
 
 
 def build_version() -> str:

@@ -17,6 +17,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import CheckpointOrder, GrownOrder, Loader, LoadOrder, RandomOrder
 from engram_pool.domain.pool import Listed, Pool
+from engram_pool.domain.ports import Door
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.chassis.errors import CONTRACT_STATUS
@@ -39,6 +40,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     ) -> None:  # fmt: skip
         self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
+        self.doors: list[Door] = []  # open ones, the fastest first
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
         """Load a version, streaming progress; the model comes last."""
@@ -68,7 +70,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json,
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=_doors(self.doors),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -143,7 +145,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining,
+            draining=pool.draining, doors=_doors(self.doors),
         )  # fmt: skip
 
     def _deadline(self, context: Context) -> Deadline:
@@ -183,6 +185,10 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
     else:
         raise InvalidArgument("source: checkpoint, random or grown")
     return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous)
+
+
+def _doors(doors: Sequence[Door]) -> list[pb.Door]:
+    return [pb.Door(transport=door.transport, address=door.address) for door in doors]
 
 
 def _models(listing: Sequence[Listed]) -> list[pb.Model]:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from treadle.chassis.settings import ServerSettings, WrongSetting
+from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
+
+
+class MooncakeProtocol(StrEnum):
+    """What Mooncake moves rows by."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class VerifyOnStart(StrEnum):
@@ -54,8 +61,21 @@ class Settings(ServerSettings):
     reap_grace_seconds: float = 30.0
     """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
+    mooncake_listen: str = ""
+    """Address of the mooncake door, host:port, the host one by which clients reach this machine; empty: no such door."""
+    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    """tcp or rdma."""
+    mooncake_slots: int = 16
+    """Slots of 4 MiB into which rows are gathered for Mooncake to read; when all are lent, callers are told to try again."""
+    mooncake_direct: bool = True
+    """Register whole tables, so that a few rows are read without asking; over rdma that pins them: needs ulimit -l unlimited."""
+
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
+        if not 1 <= self.mooncake_slots <= 1024:
+            raise WrongSetting(f"mooncake_slots is 1 to 1024, got {self.mooncake_slots}")
+        if self.mooncake_listen:
+            self._check_mooncake_listen()
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
         if not 0 <= self.versions_kept_max <= 64:
@@ -66,3 +86,10 @@ class Settings(ServerSettings):
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
             raise WrongSetting("gather_seconds_max is above 0, reap_interval_seconds at least 0.01, both at most 3600")
+
+    def _check_mooncake_listen(self) -> None:
+        host, _ = split_address(self.mooncake_listen)
+        if host in ("0.0.0.0", "[::]", "::"):
+            raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
+        if not is_loopback(host) and self.api_key_file is None:
+            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file")

@@ -25,6 +25,14 @@ class Standing(StrEnum):
     REMOVED = "removed"  # off the list; its memory goes when no reader holds it
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Another way to the rows of this pool than gRPC: what to speak there, and host:port or unix:PATH."""
+
+    transport: str
+    address: str
+
+
 class TableSegment(Protocol):
     """A table's file, mapped read-only."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.mooncake_source import mooncake_source
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
@@ -43,7 +44,7 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else rpc), mapped, local, rpc or mooncake
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -264,7 +265,9 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
         return local_source(opened, workers=workers)
     if transport == Transport.RPC:
         return RpcSource(endpoint, resident.model, resident.version)
-    raise InvalidArgument(f"transport: auto, mapped, local or rpc, got {transport!r}")
+    if transport == Transport.MOONCAKE:
+        return mooncake_source(endpoint, opened)
+    raise InvalidArgument(f"transport: auto, mapped, local, rpc or mooncake, got {transport!r}")
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:

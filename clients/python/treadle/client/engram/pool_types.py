@@ -42,14 +42,35 @@ class SegmentPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolDoor:
+    """Another way to a pool's rows than gRPC. `transport`: what to speak at `address`."""
+
+    transport: str
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps. `card`: of a grown memory."""
+    """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps.
+
+    card:  of a grown memory
+    doors: of the pool, the fastest first
+    """
 
     resident: ResidentModel
     segments: tuple[SegmentPlace, ...]
     fingerprint: Mapping[str, str]
     lock_path: Path
     card: Mapping[str, Any] | None = None
+    doors: tuple[PoolDoor, ...] = ()
+
+    def door(self, transport: str) -> PoolDoor:
+        """The pool's door for `transport`. Raises NotFound saying which there are."""
+        for door in self.doors:
+            if door.transport == transport:
+                return door
+        there = ", ".join(door.transport for door in self.doors) or "none"
+        raise NotFound(f"the pool has no {transport} door; there is {there} (beside mapped, local and rpc)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +118,9 @@ def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
         SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
     )
     return OpenedModel(
-        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json)
-    )
+        resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
+        tuple(PoolDoor(door.transport, door.address) for door in message.doors),
+    )  # fmt: skip
 
 
 def promoted(message: pb.PromoteModelResponse) -> Promoted:
