@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.mooncake_opening import open_mooncake_door
+from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
@@ -84,7 +86,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
-        partial(open_grown, allowed_folder=settings.checkpoint_dir),
+        partial(open_grown, allowed_folder=settings.checkpoint_dir), open_store,
     )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
     meters.observe(pool)
@@ -99,8 +101,6 @@ async def _doors(settings: Settings, pool: Pool, registry: CollectorRegistry, se
     if not settings.mooncake_listen:
         yield
         return
-    from engram_pool.adapters.mooncake_opening import open_mooncake_door  # its library is 260 MB, and an extra
-
     host, port = split_address(settings.mooncake_listen)
     door = await open_mooncake_door(
         pool, registry, host=host, port=port, protocol=settings.mooncake_protocol, slots=settings.mooncake_slots,

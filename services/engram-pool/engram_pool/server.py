@@ -19,6 +19,7 @@ from engram_pool.domain.loading import CheckpointOrder, GrownOrder, Loader, Load
 from engram_pool.domain.pool import Listed, Pool
 from engram_pool.domain.ports import Door
 from engram_pool.domain.progress import Progress
+from engram_pool.domain.row_sources import StoreOrder
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.chassis.errors import CONTRACT_STATUS
 from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
@@ -171,7 +172,7 @@ async def _bounded(deadline: Deadline) -> AsyncIterator[None]:
 
 
 def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
-    source: CheckpointOrder | RandomOrder | GrownOrder
+    source: CheckpointOrder | RandomOrder | GrownOrder | StoreOrder
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
@@ -182,9 +183,17 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
         if not request.grown.path:
             raise InvalidArgument("grown.path: a folder on the pool's host")
         source = GrownOrder(Path(request.grown.path), request.grown.name)
+    elif request.WhichOneof("source") == "store":
+        source = _store_order(request.store)
     else:
-        raise InvalidArgument("source: checkpoint, random or grown")
+        raise InvalidArgument("source: checkpoint, random, grown or store")
     return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous)
+
+
+def _store_order(source: pb.StoreSource) -> StoreOrder:
+    if not source.master or not source.ref.model:
+        raise InvalidArgument("store: master (host:port) and the name of a model")
+    return StoreOrder(source.master, source.protocol or "tcp", source.ref.model, source.ref.version)
 
 
 def _doors(doors: Sequence[Door]) -> list[pb.Door]:

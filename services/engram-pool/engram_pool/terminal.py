@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
+    from treadle.client.engram.mooncake_push import Pushed
     from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
@@ -59,6 +60,20 @@ def print_promoted(promoted: Promoted, as_json: bool) -> None:
     else:
         print_line(
             f"{now.model.name}: {now.version[:VERSION_DIGITS]} is current now; {before[:VERSION_DIGITS] or 'no version'} was before"
+        )
+
+
+def print_pushed(pushed: Pushed, store: str, seconds: float, as_json: bool) -> None:
+    """What a push left in the store."""
+    if as_json:
+        print_json({
+            "model": pushed.model, "version": pushed.version, "store": store, "bytes": pushed.bytes, "objects": pushed.objects,
+            "replicas": pushed.replicas, "seconds": round(seconds, 3),
+        })  # fmt: skip
+    else:
+        print_line(
+            f"{pushed.model} {pushed.version[:VERSION_DIGITS]}: {size_text(pushed.bytes)} in {pushed.objects} objects, "
+            f"{pushed.replicas} replicas each, read back, {seconds:.1f} s"
         )
 
 

@@ -29,6 +29,7 @@ from prometheus_client import CollectorRegistry
 
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
@@ -325,7 +326,7 @@ async def _serve(
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir),
-        partial(open_grown, allowed_folder=checkpoint_dir),
+        partial(open_grown, allowed_folder=checkpoint_dir), open_store,
     )  # fmt: skip
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
     meters.observe(pool)

@@ -21,7 +21,7 @@ from engram_pool.domain.grown_rows import GrownRows, check_table
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Meters, OpenCheckpoint, OpenGrown, Staging, TableWriter, VersionStore
 from engram_pool.domain.progress import Pace, Progress
-from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, RowSource
+from engram_pool.domain.row_sources import BLOCK_ROWS, OpenStore, RandomRows, RowSource, RowsWithFiles, StoreOrder
 from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
 from engram_pool.domain.v41_config import v41_template
@@ -61,7 +61,7 @@ class GrownOrder:
 class LoadOrder:
     """What to load. An empty `manifest_json` is derived from the checkpoint's config.json; `token_map` int32 little-endian."""
 
-    source: CheckpointOrder | RandomOrder | GrownOrder
+    source: CheckpointOrder | RandomOrder | GrownOrder | StoreOrder
     manifest_json: bytes
     token_map: bytes
     keep_previous: bool
@@ -78,9 +78,10 @@ class Loader:
         meters: Meters,
         open_checkpoint: OpenCheckpoint,
         open_grown: OpenGrown,
+        open_store: OpenStore,
     ) -> None:
         self._pool, self._store, self._compute, self._meters = pool, store, compute, meters
-        self._open_checkpoint, self._open_grown_folder = open_checkpoint, open_grown
+        self._open_checkpoint, self._open_grown_folder, self._open_store = open_checkpoint, open_grown, open_store
         self._loading = Turnstile("load", "loads", 1, retry_after_seconds=5.0)  # memory and disk are the limit, not cores
 
     async def load(self, order: LoadOrder) -> AsyncGenerator[Progress | Resident, None]:
@@ -105,10 +106,11 @@ class Loader:
         yield resident  # last, with everything put away: most callers leave with it, and the next load may come at once
 
     def _open(self, order: LoadOrder) -> RowSource:
-        if isinstance(order.source, GrownOrder):
+        if isinstance(order.source, GrownOrder | StoreOrder):
             if order.manifest_json or order.token_map:
-                raise InvalidArgument("manifest_json, token_map: a grown folder has its own; leave them empty")
-            return self._open_grown(order.source)
+                what = "a grown folder" if isinstance(order.source, GrownOrder) else "a stored version"
+                raise InvalidArgument(f"manifest_json, token_map: {what} has its own; leave them empty")
+            return self._open_grown(order.source) if isinstance(order.source, GrownOrder) else self._open_store(order.source)
         token_map = read_token_map(order.token_map)
         model = _template(order.manifest_json) if order.manifest_json else None
         if isinstance(order.source, RandomOrder):
@@ -142,8 +144,9 @@ class Loader:
         await run(self._pool.room.check, model, _bytes_needed(source))
         staging = await run(self._store.stage)
         try:
-            if isinstance(source, GrownRows):
-                self._pool.refuse_without_weights(model)
+            if isinstance(source, RowsWithFiles):
+                if source.kept_bytes:
+                    self._pool.refuse_without_weights(model)
                 await run(source.keep_files, staging)
             copies = _Copies(source, staging, self._compute, self._meters)
             async with aclosing(copies.run()) as events:
@@ -218,7 +221,7 @@ def _check_given_name(name: str) -> None:
 
 def _bytes_needed(source: RowSource) -> int:
     words = 0 if source.token_map is None else source.token_map.shape[0]
-    kept = source.kept_bytes if isinstance(source, GrownRows) else 0
+    kept = source.kept_bytes if isinstance(source, RowsWithFiles) else 0
     return kept + sum(
         segment_bytes(source.row_count(layer), source.model.row.bytes, words, _header_bytes(source, layer))
         for layer in source.model.layers

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import Rows, TokenMap
+from engram_pool.domain.ports import Rows, Staging, TokenMap
 from treadle.contract import EngramModel, RowLayout
 from treadle.contract.engram_model import SCALE_BYTES
 
@@ -39,6 +40,34 @@ class RowSource(Protocol):
 
     def close(self) -> None:
         """Let go of files."""
+
+
+@runtime_checkable
+class RowsWithFiles(Protocol):
+    """A RowSource that may bring files to keep beside the tables."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of them."""
+
+    def keep_files(self, staging: Staging) -> None:
+        """Write them. Raises DataLoss unless they are what the manifest names."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """A version in a Mooncake Store, whose master is at host:port; an empty `version` is the one pushed last."""
+
+    master: str
+    protocol: str
+    model: str
+    version: str
+
+
+class OpenStore(Protocol):
+    """Opens a version of a store. Raises Unavailable, NotFound, InvalidArgument or DataLoss."""
+
+    def __call__(self, order: StoreOrder) -> RowSource: ...
 
 
 class RandomRows:

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.mooncake_push import Pushed, PushOptions, push_version
 from treadle.client.engram.mooncake_source import mooncake_source
+from treadle.client.engram.mooncake_store import SegmentStore
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
@@ -90,6 +92,28 @@ class EngramPool:
         Raises NotFound and InvalidArgument naming the file, DataLoss for one that is not what the manifest says, ResourceExhausted.
         """
         return self._load(types.grown_request(path, name, keep_previous), progress, timeout_seconds)
+
+    def load_store(
+        self, store: str, model: str, version: str | None = None, *, protocol: str = "tcp", keep_previous: bool = True,
+        progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load a version that a Mooncake Store keeps; store: host:port of its master, as the pool reaches it.
+
+        version: None: the one that was pushed last
+        Raises NotFound, DataLoss for bytes that are not the version's, Unavailable, ResourceExhausted.
+        """
+        return self._load(types.store_request(store, protocol, model, version, keep_previous), progress, timeout_seconds)
+
+    def push_store(
+        self, store: str, model: str, version: str | None = None, *, options: PushOptions | None = None, protocol: str = "tcp",
+        progress: ProgressCallback | None = None,
+    ) -> Pushed:  # fmt: skip
+        """Push a version of this host's pool into a Mooncake Store. Errors as in `push_version`; needs Mooncake in this process."""
+        opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
+        named = opened.resident.model.fusion
+        fusion = self.read_fusion(model, opened.resident.version) if named is not None and named.weights is not None else b""
+        with SegmentStore(store, protocol) as segments:
+            return push_version(segments, opened, fusion, options or PushOptions(), progress)
 
     def promote(self, model: str, version: str | None = None) -> types.Promoted:
         """Make a resident version current. version: None: the one that was current before the present one. Raises NotFound."""

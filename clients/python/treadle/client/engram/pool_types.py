@@ -182,6 +182,12 @@ def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadT
     return pb.LoadTableRequest(grown=pb.GrownSource(path=str(path), name=name or ""), keep_previous=keep_previous)
 
 
+def store_request(store: str, protocol: str, model: str, version: str | None, keep_previous: bool) -> pb.LoadTableRequest:
+    """Write one."""
+    source = pb.StoreSource(master=store, protocol=protocol, ref=pb.ModelRef(model=model, version=version or ""))
+    return pb.LoadTableRequest(store=source, keep_previous=keep_previous)
+
+
 def _mask(mask: NDArray[np.bool_] | None) -> bytes:
     return b"" if mask is None else mask.astype(np.uint8).tobytes()
 
