@@ -27,6 +27,7 @@ SCHEMA = "treadle.store-manifest/1"
 PART_BYTES_MIN, PART_BYTES_MAX = 64 << 20, 1 << 30  # of an object: the store's cost is by object, not by byte
 REPLICAS_MAX = 16
 MANIFEST_BYTES_MAX = 4 << 20
+CONNECT_SECONDS_MAX = 5.0  # the library itself takes minutes to notice that there is no master
 LOCAL_BYTES = 16 << 20  # the library's own buffer, for its small calls
 RETRY_SECONDS_MAX = 30.0  # reads of a replica whose node died fail for 10 s, though others are whole: the master has to notice
 PAUSE_SECONDS, PAUSE_SECONDS_MAX = 0.25, 4.0
@@ -122,7 +123,9 @@ class SegmentStore:
         self._store = self._mooncake.MooncakeDistributedStore()
         code = self._store.setup(_our_address(master), "P2PHANDSHAKE", 0, LOCAL_BYTES, protocol, "", master)
         if code != 0:
-            raise Unavailable(f"no Mooncake Store at {master} (code {code}): is mooncake_master running there, and reachable?")
+            raise Unavailable(
+                f"the Mooncake Store at {master} does not take us (code {code}); the library's log on stderr says why"
+            )
         self._buffers: list[_Buffer] = []
 
     def buffer(self, byte_count: int) -> NDArray[np.uint8]:
@@ -280,14 +283,12 @@ class StoredVersion:
 
 
 def _our_address(master: str) -> str:
-    """The address of this host towards the master, by which store nodes reach us."""
+    """The address of this host towards the master, by which store nodes reach us. Raises Unavailable if nobody listens there."""
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise InvalidArgument(f"a store is host:port of its master, got {master!r}")
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(address)  # sends nothing
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS_MAX) as probe:
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise Unavailable(f"{master} cannot be reached: {error}") from error
+        raise Unavailable(f"no Mooncake Store at {master} ({error}): is mooncake_master running there, and reachable?") from error
