@@ -26,13 +26,13 @@ class PoolProcess:
 
 
 @contextmanager
-def pool_process() -> Iterator[PoolProcess]:
-    """Start a pool, stop it afterwards, leave nothing in /dev/shm. Raises RuntimeError if it does not get ready."""
+def pool_process(*flags: str) -> Iterator[PoolProcess]:
+    """Start a pool with these flags, stop it afterwards, leave nothing in /dev/shm. Raises RuntimeError if it does not get ready."""
     folder = Path(tempfile.mkdtemp(prefix="treadle-bench-pool-", dir="/dev/shm"))
     folder.chmod(0o750)
     process = subprocess.Popen(
         [sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0",
-         "--segment-dir", str(folder), "--log-level", "warning"],
+         "--segment-dir", str(folder), "--log-level", "warning", *flags],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None

@@ -66,7 +66,7 @@ class MooncakeSource:
         """
         self.transport = Transport.MOONCAKE
         self._resolve, self._model, self._version, self._key = resolve, model, version, key
-        self._timeout_seconds, self._direct_rows = timeout_seconds, direct_rows
+        self._timeout_seconds, self.direct_rows = timeout_seconds, direct_rows
         self._lock, self._idle_controls = threading.Lock(), list[StagingControl]()
         self._closed = False
         control = self._connect(Deadline.after(timeout_seconds))
@@ -85,7 +85,7 @@ class MooncakeSource:
         ids, flat = rows.reshape(-1), out.reshape(-1, out.shape[-1])
         self._check_ids(layer, ids)
         deadline = Deadline.after(self._timeout_seconds)
-        if 0 < ids.size <= self._direct_rows and self._retried(partial(self._direct, layer, ids, flat), deadline):
+        if 0 < ids.size <= self.direct_rows and self._retried(partial(self._direct, layer, ids, flat), deadline):
             return
         step = max(1, self._slot_bytes // flat.shape[1])
         for first in range(0, ids.size, step):
