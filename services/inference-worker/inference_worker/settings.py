@@ -20,6 +20,7 @@ class EngramTransport(StrEnum):
     MAPPED = "mapped"
     LOCAL = "local"
     RPC = "rpc"
+    MOONCAKE = "mooncake"
     OFF = "off"
 
 
