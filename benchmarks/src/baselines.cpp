@@ -31,43 +31,71 @@ void listing1(const Bytes& table, const Ids& offsets, int64_t bytes, Bytes& out,
     }
 }
 
-typedef uint64_t Words __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint64_t Words16 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint64_t Words32 __attribute__((vector_size(32), aligned(1), may_alias));
 
-// One row of a size known when compiling, summed word by word in two chains.
-template <int64_t ROW_BYTES>
-inline void add_row(const std::byte* row, Words& even, Words& odd) {
-#pragma GCC unroll 32
-    for (int64_t at = 0; at + 16 <= ROW_BYTES; at += 16) {
-        (at % 32 ? odd : even) += *reinterpret_cast<const Words*>(row + at);
-    }
-    if constexpr (ROW_BYTES % 16 != 0) {
-        uint64_t word;
-        std::memcpy(&word, row + ROW_BYTES / 16 * 16, sizeof word);
-        even[0] += word;
-    }
-}
+template <int64_t WIDTH>
+struct Wide {
+    typedef Words16 Words;
+};
+template <>
+struct Wide<32> {
+    typedef Words32 Words;
+};
 
-template <int64_t ROW_BYTES>
-uint64_t sum_rows(const std::byte* base, const int64_t* ids, int64_t count) {
+// Rows of a size known when compiling, summed by wide loads in two chains.
+template <int64_t ROW_BYTES, int64_t WIDTH>
+TREADLE_INLINE uint64_t sum_rows(const std::byte* base, const int64_t* ids, int64_t count) {
     using namespace treadle::kernels;
-    Words even = {0, 0}, odd = {0, 0};
-    for (int64_t i = 0; i < count && i < PREFETCH_ROWS; ++i) detail::prefetch_row(base + ids[i] * ROW_BYTES, ROW_BYTES);
+    using Words = typename Wide<WIDTH>::Words;
+    const int64_t ahead = prefetch_rows.load(std::memory_order_relaxed);
+    Words even{}, odd{};
+    uint64_t sum = 0;
+    for (int64_t i = 0; i < count && i < ahead; ++i) detail::prefetch_row(base + ids[i] * ROW_BYTES, ROW_BYTES);
     for (int64_t i = 0; i < count; ++i) {
-        if (i + PREFETCH_ROWS < count) detail::prefetch_row(base + ids[i + PREFETCH_ROWS] * ROW_BYTES, ROW_BYTES);
-        add_row<ROW_BYTES>(base + ids[i] * ROW_BYTES, even, odd);
+        if (i + ahead < count) detail::prefetch_row(base + ids[i + ahead] * ROW_BYTES, ROW_BYTES);
+        const std::byte* row = base + ids[i] * ROW_BYTES;
+#pragma GCC unroll 32
+        for (int64_t at = 0; at + WIDTH <= ROW_BYTES; at += WIDTH) {
+            (at % (2 * WIDTH) ? odd : even) += *reinterpret_cast<const Words*>(row + at);
+        }
+        if constexpr (ROW_BYTES % WIDTH != 0) {
+            uint64_t word;
+            static_assert(ROW_BYTES % WIDTH == sizeof word);
+            std::memcpy(&word, row + ROW_BYTES / WIDTH * WIDTH, sizeof word);
+            sum += word;
+        }
     }
     even += odd;
-    return even[0] + even[1];
+    for (size_t word = 0; word < WIDTH / sizeof sum; ++word) sum += even[word];
+    return sum;
 }
 
-// Reads every word of the rows, prefetched as the gather does, and writes nothing: the cost of touching them.
+template <int64_t ROW_BYTES>
+uint64_t sum_rows_baseline(const std::byte* base, const int64_t* ids, int64_t count) {
+    return sum_rows<ROW_BYTES, 16>(base, ids, count);
+}
+
+template <int64_t ROW_BYTES>
+TREADLE_TARGET("avx2")
+uint64_t sum_rows_avx2(const std::byte* base, const int64_t* ids, int64_t count) {
+    return sum_rows<ROW_BYTES, 32>(base, ids, count);
+}
+
+template <int64_t ROW_BYTES>
+uint64_t sum_of(const std::byte* base, const int64_t* ids, int64_t count) {
+    const bool wide = treadle::kernels::detail::cpu_has_avx2();
+    return wide ? sum_rows_avx2<ROW_BYTES>(base, ids, count) : sum_rows_baseline<ROW_BYTES>(base, ids, count);
+}
+
+// Reads every word of the rows, prefetched and as wide as the gather does, and writes nothing: the cost of touching them.
 uint64_t read_only(const Bytes& table, const Ids& rows, int64_t row_bytes) {
     const auto* base = reinterpret_cast<const std::byte*>(table.data());
     const int64_t* ids = rows.data();
     const int64_t count = rows.size();
     py::gil_scoped_release release;
-    if (row_bytes == 320) return sum_rows<320>(base, ids, count);
-    if (row_bytes == 264) return sum_rows<264>(base, ids, count);
+    if (row_bytes == 320) return sum_of<320>(base, ids, count);
+    if (row_bytes == 264) return sum_of<264>(base, ids, count);
     py::gil_scoped_acquire acquire;
     throw py::value_error("read_only knows rows of 320 and 264 bytes");
 }

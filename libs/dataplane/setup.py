@@ -9,7 +9,7 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "treadle.dataplane._native",
-            ["src/binding.cpp"],
+            sorted(glob("src/*.cpp")),
             include_dirs=["../kernels/include"],
             depends=glob("src/*.hpp") + glob("../kernels/include/treadle/kernels/*.hpp"),
             cxx_std=20,

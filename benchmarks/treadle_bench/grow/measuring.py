@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from engram_pool.growing.evaluation import BLOCKS_AT_ONCE, hidden_after, score, targets_of
 from engram_pool.growing.memory import Memory
 from treadle.contract import EngramModel
-from treadle.contract.engram_model import row_layout
 from treadle.contract.errors import FingerprintMismatch
+from treadle.contract.row_layout import row_layout
 from treadle.nn.frozen import FrozenLM
 from treadle_bench.grow.domains import Split
 from treadle_bench.grow.material import BLOCK_TOKENS, MEASURED, Blocks, Material, some_blocks

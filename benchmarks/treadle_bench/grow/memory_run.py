@@ -16,8 +16,8 @@ from engram_pool.growing.evaluation import in_precision, randomised, shuffled
 from engram_pool.growing.grower import Grower, spread_of
 from engram_pool.growing.memory import Memory
 from engram_pool.growing.recipe import Recipe
-from treadle.contract.engram_model import PRECISIONS
 from treadle.contract.errors import FingerprintMismatch
+from treadle.contract.row_layout import PRECISIONS
 from treadle.nn.frozen import FrozenLM
 from treadle.nn.token_map import compressed_token_map
 from treadle_bench.grow import measuring

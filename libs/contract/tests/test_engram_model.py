@@ -17,8 +17,8 @@ from treadle.contract import (
     canonical_json,
     version_of,
 )
-from treadle.contract.engram_model import PRECISIONS, row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, hash_multipliers, head_primes, qwen_ple_model
+from treadle.contract.row_layout import PRECISIONS, row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
 from treadle.contract.version import is_version_prefix
 
@@ -50,8 +50,19 @@ def grown(precision: str, seed: int = 0) -> EngramModel:
     )  # fmt: skip
 
 
+def four_qwen_layouts() -> list[EngramModel]:
+    """BF16, FP8 with one scale of all rows and with one each, NF4."""
+    layouts = (
+        BF16, RowLayout(160, 160, "fp8_e4m3", Scale.of_all_rows(0.000199)), RowLayout(164, 160, "fp8_e4m3", Scale("fp32", 160)),
+        RowLayout(84, 160, "nf4", Scale("fp32", 160)),
+    )  # fmt: skip
+    return [qwen_ple_model("ple", row=row) for row in layouts]
+
+
 @pytest.mark.parametrize(
-    "model", [*every_family(), *map(grown, PRECISIONS)], ids=lambda m: f"{m.family}-{m.row.dtype}-{m.row.bytes}"
+    "model",
+    [*every_family(), *map(grown, PRECISIONS), *four_qwen_layouts()],
+    ids=lambda m: f"{m.family}-{m.row.dtype}-{m.row.bytes}",
 )
 def test_a_manifest_survives_the_round_trip_byte_for_byte(model: EngramModel) -> None:
     loaded = model.with_tables({layer: Table(model.rows_hashed(layer) + 5, MAP) for layer in model.layers})
@@ -61,6 +72,28 @@ def test_a_manifest_survives_the_round_trip_byte_for_byte(model: EngramModel) ->
         assert each.version == version_of(json.loads(each.to_json()))
     assert loaded.template == model
     assert loaded.version != model.version
+
+
+def test_manifests_of_before_keep_their_versions() -> None:
+    v41 = deepseek_v41_model("v41", token_map=MAP, pad_id=2)
+    versions = [model.version[:16] for model in (v41, grown("int4"), qwen_ple_model("ple", row=BF16))]
+    assert versions == ["cd76e8d87a25279f", "ad019f3675baeeb0", "a5378f2335ef1f8e"]
+
+
+def test_the_scale_of_all_rows_stands_in_the_manifest_as_its_bits() -> None:
+    scale = Scale.of_all_rows(0.000199)
+    assert (scale.dtype, scale.block, scale.bits) == ("fp32", 0, "3950aaa8")
+    assert scale.value == pytest.approx(0.000199, rel=1e-7)
+    row = qwen_ple_model("ple", row=RowLayout(160, 160, "fp8_e4m3", scale)).to_manifest()["row"]
+    assert row == {"bytes": 160, "dim": 160, "dtype": "fp8_e4m3", "scale": {"dtype": "fp32", "block": 0, "bits": "3950aaa8"}}
+    assert RowLayout(160, 160, "fp8_e4m3", scale).inline_scale is None
+    assert qwen_ple_model("ple", row=RowLayout(160, 160, "fp8_e4m3", scale)).fingerprint.as_dict()["row_scale"] == scale.bits
+    assert not any("row_scale" in model.fingerprint.as_dict() for model in every_family())
+    with pytest.raises(InvalidArgument, match="stand in the rows"):
+        _ = Scale("fp32", 160).value
+    for value in (0.0, -1.0, float("inf"), float("nan"), 1e300):
+        with pytest.raises(InvalidArgument, match=r"row\.scale"):
+            Scale.of_all_rows(value)
 
 
 def test_rows_hashed_equal_the_published_totals() -> None:
@@ -92,7 +125,14 @@ WRONG: list[tuple[str, Any]] = [
     ("name", "../etc"), ("name", ""), ("name", 7), ("name", "none"), ("name", "default"), ("token_map", "short"), ("compressed_vocab_size", 0), ("row", {"bytes": 320}),
     ("row", {"bytes": 319, "dim": 160, "dtype": "bf16"}), ("row", {"bytes": 8, "dim": 4, "dtype": "bf16"}),
     ("row", {"bytes": 320, "dim": 160, "dtype": "int3"}), ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 32}}),
-    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": 7, "block": 32}}), ("row", {"bytes": 16, "dim": 33, "dtype": "int4"}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 0}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 0, "bits": "7f800000"}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 0, "bits": "3F800000"}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 0, "bits": 1.0}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp16", "block": 0, "bits": "3f800000"}}),
+    ("row", {"bytes": 324, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": 160, "bits": "3f800000"}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": "fp32", "block": True, "bits": "3f800000"}}),
+    ("row", {"bytes": 320, "dim": 160, "dtype": "bf16", "scale": {"dtype": 7, "block": 32}}), ("row", {"bytes": 16, "dim": 33, "dtype": "nf4"}), ("row", {"bytes": 16, "dim": 33, "dtype": "int4"}),
     ("fusion", {"form": "other"}), ("tables", {"2": {"rows": 1, "version": MAP}, "15": {"rows": 1, "version": MAP}}),
     ("tables", {"2": {"rows": 10**9, "version": MAP}}), ("tables", []), ("surprise", 1),
 ]  # fmt: skip

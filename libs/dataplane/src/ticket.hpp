@@ -4,6 +4,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -15,6 +16,9 @@
 #include <system_error>
 #include <utility>
 
+#include "fault.hpp"
+#include "tier.hpp"
+
 namespace treadle::dataplane {
 
 // CLOCK_MONOTONIC, the clock of Python's time.monotonic_ns().
@@ -22,20 +26,45 @@ inline int64_t now_ns() noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// A job is checked wholly before it is queued, so that `run` cannot fail: it runs on a thread that has nobody to tell.
+// A job is checked wholly before it is queued: what `run` may still meet is a fault of the tier, and it never throws.
 struct Job {
-    std::function<void(int64_t first, int64_t last)> run;  // does units [first, last)
+    std::function<Fault(int64_t first, int64_t last)> run;  // does units [first, last)
     int64_t units = 0;
-    int64_t units_per_piece = 1;
+    int64_t units_per_piece = 1;  // at most
+    int64_t rows_per_unit = 1, row_bytes = 0;  // what it costs, and what it counts for quotas
+    Tier tier = Tier::memory;
+
+    int64_t rows() const noexcept { return units * rows_per_unit; }
+    int64_t bytes() const noexcept { return rows() * row_bytes; }
 };
 
-enum class State : int { open, complete, cancelled };
+// Why a ticket was refused.
+enum class Reason : int32_t { none = 0, room = 1, hints = 2, quota = 3, share = 4, late = 5 };
+
+inline constexpr int64_t NO_DEADLINE = INT64_MAX;  // a hint: whenever nothing else is to do
+
+// The answer to a submission: queued, or refused with the reason and what the caller can do about it.
+struct Verdict {
+    Fault fault = Fault::none;
+    int64_t predicted_finish_ns = 0;  // CLOCK_MONOTONIC; 0: not known
+    int64_t retry_after_ns = 0;       // 0: not known
+    Reason reason = Reason::none;
+
+    explicit operator bool() const noexcept { return fault == Fault::none; }
+};
+
+// Work of a ticket that nobody has claimed yet. `span_ns`: how long it takes at least, with all the workers it can use.
+struct Work {
+    int64_t deadline_ns, work_ns, span_ns;
+};
+
+enum class State : int { open, complete, cancelled, failed };
 
 class Ticket {
 public:
     // `arrays` keeps alive what the job reads and writes. Whoever made it also lets go of it, on a thread that may.
-    Ticket(Job job, int64_t deadline_ns, std::shared_ptr<void> arrays)
-        : job(std::move(job)), deadline_ns(deadline_ns), arrays(std::move(arrays)) {}
+    Ticket(Job job, int64_t deadline_ns, std::shared_ptr<void> arrays, int32_t tenant = 0)
+        : job(std::move(job)), deadline_ns(deadline_ns), tenant(tenant), arrays(std::move(arrays)) {}
     Ticket(const Ticket&) = delete;
     Ticket& operator=(const Ticket&) = delete;
     ~Ticket() {
@@ -71,10 +100,10 @@ public:
     }
 
     // Called once, by the queue. The caller holds a reference: a waiter may drop its own before this returns.
-    void end(State state) {
+    void end(State state, int64_t at_ns = now_ns()) {
         {
             std::lock_guard lock(mutex_);
-            finished_ns.store(now_ns(), std::memory_order_relaxed);
+            finished_ns.store(at_ns, std::memory_order_relaxed);
             state_.store(state, std::memory_order_release);
             if (event_fd_ >= 0) signal_event_fd();
         }
@@ -83,14 +112,23 @@ public:
 
     const Job job;
     const int64_t deadline_ns;
+    int32_t tenant = 0;  // index; 0: nobody in particular
     std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
+    int64_t told_ns = 0;  // its finish as it was predicted when it was admitted; 0: it was not
 
     // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has
-    // ended exactly the units [0, next_unit) are done.
+    // ended exactly the units [0, done_units()) are done.
     int64_t next_unit = 0;
+    int64_t lost_from = INT64_MAX;  // first unit of the earliest piece that met a fault
+    Fault fault = Fault::none;      // the first one met
     int pieces_in_flight = 0;
     bool stopped = false;
-    uint64_t sequence = 0;  // order of submission, among equal deadlines
+    uint64_t sequence = 0;     // order of submission, among equal keys
+    int64_t order_key = 0;     // the deadline, or the same for all in a queue that is first come, first served
+    Work work{};               // what admission reckons with
+    int64_t predicted_ns = 0;  // its finish, later tickets that were admitted before it included; 0: not predicted
+
+    int64_t done_units() const noexcept { return std::min(next_unit, lost_from); }
 
     std::shared_ptr<void> arrays;  // never touched by the queue or its threads
 

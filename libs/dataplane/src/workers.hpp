@@ -46,8 +46,8 @@ private:
         pthread_setname_np(pthread_self(), "treadle-edf");
         while (const auto claim = queue_.claim()) {
             const int64_t start = now_ns();
-            claim->ticket->job.run(claim->first, claim->last);
-            queue_.finish(*claim, now_ns() - start);
+            const Fault fault = claim->ticket->job.run(claim->first, claim->last);
+            queue_.finish(*claim, now_ns() - start, fault);
         }
     }
 

@@ -23,9 +23,11 @@ TicketRef marking_ticket(std::mt19937& random) {
     auto marks = std::make_shared<std::vector<int>>(units);
     Job job{[marks](int64_t first, int64_t last) {
                 for (int64_t i = first; i < last; ++i) (*marks)[static_cast<size_t>(i)] += 1;
+                return Fault::none;
             },
-            units, PIECE_UNITS};
-    return std::make_shared<Ticket>(std::move(job), static_cast<int64_t>(random() % 1000), marks);
+            units, PIECE_UNITS, 1, 64};
+    const int64_t deadline_ns = random() % 8 == 0 ? NO_DEADLINE : now_ns() + static_cast<int64_t>(random() % 2'000'000);
+    return std::make_shared<Ticket>(std::move(job), deadline_ns, marks, static_cast<int32_t>(random() % 3));
 }
 
 // Every unit once if complete; a prefix of whole pieces once, and nothing else, if cancelled.
@@ -42,6 +44,7 @@ void submit_and_check(Queue& queue, unsigned seed) {
     for (int i = 0; i < TICKETS_EACH; ++i) {
         const TicketRef ticket = marking_ticket(random);
         if (!queue.submit(ticket)) continue;
+        if (random() % 50 == 0) queue.reserve("kv", 1'000'000'000, static_cast<int64_t>(random() % 3) * 100'000'000, now_ns() + 1'000'000);
         if (random() % 4 == 0) expect(ticket->event_fd() >= 0, "eventfd");
         if (random() % 5 == 0) queue.stop(ticket);
         if (random() % 3 == 0) expect(ticket->wait_until(now_ns() + 30'000'000'000), "a ticket ends");
@@ -55,12 +58,17 @@ void submit_and_check(Queue& queue, unsigned seed) {
 }
 
 void round(unsigned seed, bool close_early) {
-    Queue queue(64, WORKERS);
+    const QueueOptions options{.admission = seed % 2 == 1, .hints_max = 4, .piece_ns = 1'000};
+    const auto tenants = std::make_shared<Tenants>(std::vector<TenantLimits>{{"a"}, {"b", 2.0, 1, 0, 0}, {"c", 1.0, 0, 1'000'000, 0}});
+    Queue queue(64, WORKERS, options, tenants);
     Workers workers(queue, WORKERS);
     std::vector<std::thread> submitters;
     for (unsigned i = 0; i < SUBMITTERS; ++i) submitters.emplace_back([&queue, seed, i] { submit_and_check(queue, seed * 100 + i); });
     if (close_early) workers.join();
     for (auto& thread : submitters) thread.join();
+    uint64_t admitted = 0;
+    for (size_t i = 0; i < tenants->size(); ++i) admitted += tenants->counters(i).admitted;
+    expect(admitted <= queue.counters().tickets_total, "each ticket is admitted once");
 }
 
 }  // namespace

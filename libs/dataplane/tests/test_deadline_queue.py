@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def make_queue(request: pytest.FixtureRequest) -> Iterator[MakeQueue]:
         pytest.skip("the native extension was not built")
     made: list[DeadlineQueue] = []
 
-    def make(**options: int) -> DeadlineQueue:
+    def make(**options: Any) -> DeadlineQueue:
         made.append(DeadlineQueue(implementation=request.param, **options))
         return made[-1]
 

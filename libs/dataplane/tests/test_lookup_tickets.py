@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from treadle.contract import Deadline, InvalidArgument, RowLayout, Windows
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, Ticket
-from treadle.dataplane.fallback import slice_windows
+from treadle.dataplane.slicing import slice_windows
 from treadle.kernels import HashPlan, lookup, row_ids
 
 SECONDS = 20.0
@@ -31,7 +32,7 @@ def make_queue(request: pytest.FixtureRequest) -> Iterator[MakeQueue]:
         pytest.skip("the native extension was not built")
     made: list[DeadlineQueue] = []
 
-    def make(**options: int) -> DeadlineQueue:
+    def make(**options: Any) -> DeadlineQueue:
         made.append(DeadlineQueue(implementation=request.param, **options))
         return made[-1]
 

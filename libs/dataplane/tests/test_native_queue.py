@@ -61,6 +61,7 @@ def test_queue_and_workers_run_clean_under(sanitizer: str, tmp_path: Path) -> No
         f"-fsanitize={sanitizer}",
         "-fno-sanitize-recover=all",
         "-pthread",
+        f"-I{Path(__file__).parents[2] / 'kernels' / 'include'}",
     ]
     built = subprocess.run(
         [compiler, *flags, str(source), "-o", str(program)], capture_output=True, text=True, timeout=120, check=False

@@ -1,29 +1,25 @@
 // Python's door to the headers: takes arrays of exact dtype, checks that sizes fit together, drops the GIL. No more.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 #include "../include/treadle/kernels/crc32c.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
+#include "../include/treadle/kernels/guard.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
+#include "arrays.hpp"
 
 namespace py = pybind11;
 namespace tk = treadle::kernels;
 
+void bind_dedup(py::module_& module);
+void bind_prefetch(py::module_& module);
+
 namespace {
 
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
 using Mask = std::optional<Array<bool>>;
-
-void require(bool condition, const char* message) {
-    if (!condition) throw std::invalid_argument(message);
-}
 
 template <typename T>
 std::vector<T> copied(const Array<T>& array) {
@@ -85,21 +81,42 @@ bool row_ids(const Plan& plan, const Array<int64_t>& tokens, const Array<int32_t
     return true;
 }
 
-int64_t gather_rows(const Array<uint8_t>& table, const Array<int64_t>& rows, Array<uint8_t>& out) {
-    require(table.ndim() == 2 && out.size() == rows.size() * table.shape(1), "table, rows, out");
-    const auto* const source = reinterpret_cast<const std::byte*>(table.data());
-    const int64_t* const ids = rows.data();
-    auto* const target = reinterpret_cast<std::byte*>(out.mutable_data());
-    const int64_t count = rows.size();
-    const int64_t row_count = table.shape(0);
-    const int64_t row_bytes = table.shape(1);
+constexpr int64_t DONE = -1, UNREADABLE = -2, REFUSED = -3;
+constexpr int64_t HOLD_ROWS = 32;  // one token: too short to let go of the GIL, which a busy Python thread gives back only after 5 ms
+
+// Runs `act` without the GIL, unless it takes some microseconds only.
+template <class F>
+auto without_gil(int64_t rows, F&& act) {
+    if (rows <= HOLD_ROWS) return act();
     const py::gil_scoped_release released;
-    const int64_t bad = tk::first_out_of_range(ids, count, row_count);
-    if (bad < 0) tk::gather(source, row_bytes, ids, count, target);
-    return bad;
+    return act();
 }
 
-bool lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>& tokens, const Array<int32_t>& starts,
+// Checks its arrays itself: with small batches that is what the time goes into.
+int64_t gather_rows(const py::object& table_object, const py::object& rows_object, const py::object& out_object) {
+    if (!is_exact<uint8_t>(table_object) || !is_exact<int64_t>(rows_object) || !is_exact<uint8_t>(out_object, true)) return REFUSED;
+    const auto table = py::reinterpret_borrow<py::array>(table_object);
+    const auto rows = py::reinterpret_borrow<py::array>(rows_object);
+    auto out = py::reinterpret_borrow<py::array>(out_object);
+    if (table.ndim() != 2 || out.ndim() != rows.ndim() + 1 || !std::equal(rows.shape(), rows.shape() + rows.ndim(), out.shape())) return REFUSED;
+    const int64_t row_count = table.shape(0);
+    const int64_t row_bytes = table.shape(1);
+    if (out.shape(rows.ndim()) != row_bytes || row_bytes < tk::ROW_BYTES_MIN || row_bytes > tk::ROW_BYTES_MAX) return REFUSED;
+    const auto* const source = static_cast<const std::byte*>(table.data());
+    const auto* const ids = static_cast<const int64_t*>(rows.data());
+    auto* const target = static_cast<std::byte*>(out.mutable_data());
+    const int64_t count = rows.size();
+    return without_gil(count, [=]() -> int64_t {
+        const int64_t bad = tk::first_out_of_range(ids, count, row_count);
+        if (bad >= 0) return bad;
+        const bool read = tk::guarded(source, static_cast<size_t>(row_count * row_bytes), [=] { tk::gather(source, row_bytes, ids, count, target); });
+        return read ? DONE : UNREADABLE;
+    });
+}
+
+constexpr int64_t UNKNOWN_TOKEN = 0;
+
+int64_t lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>& tokens, const Array<int32_t>& starts,
             const Array<int64_t>& lookback, const Mask& dead, const Mask& lookback_dead, Array<uint8_t>& out) {
     const tk::WindowsView windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
     require(table.ndim() == 2 && table.shape(0) >= plan.rows_hashed(), "table");
@@ -107,47 +124,59 @@ bool lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>&
     const auto* const source = reinterpret_cast<const std::byte*>(table.data());
     auto* const target = reinterpret_cast<std::byte*>(out.mutable_data());
     const int64_t row_bytes = table.shape(1);
-    const py::gil_scoped_release released;
-    if (!tk::tokens_in_range(plan.view(), windows)) return false;
-    tk::lookup(plan.view(), windows, 0, windows.token_count, source, row_bytes, target);
-    return true;
+    const auto bytes = static_cast<size_t>(table.size());
+    return without_gil(windows.token_count * plan.columns(), [&]() -> int64_t {
+        if (!tk::tokens_in_range(plan.view(), windows)) return UNKNOWN_TOKEN;
+        const bool read = tk::guarded(source, bytes, [&] {
+            tk::lookup(plan.view(), windows, 0, windows.token_count, source, row_bytes, target);
+        });
+        return read ? DONE : UNREADABLE;
+    });
 }
 
-void dequantise(int values, int scales, int64_t dim, int64_t block, const Array<uint8_t>& rows, Array<float>& out) {
+void dequantise(int values, int scales, int64_t dim, int64_t block, float scale, const Array<uint8_t>& rows, Array<float>& out) {
     require(rows.ndim() >= 1 && dim >= 1 && block >= 1 && dim % block == 0, "rows, dim, block");
     const int64_t row_bytes = rows.shape(rows.ndim() - 1);
-    constexpr int64_t VALUE_BITS[] = {16, 16, 32, 8, 8, 4}, SCALE_BYTES[] = {0, 1, 2};
-    require(0 <= values && values < 6 && 0 <= scales && scales < 3, "values, scales");
-    require(dim * VALUE_BITS[values] % 8 == 0 && row_bytes == dim * VALUE_BITS[values] / 8 + dim / block * SCALE_BYTES[scales], "row_bytes");
+    constexpr int64_t VALUE_BITS[] = {16, 16, 32, 8, 8, 4, 4};
+    require(0 <= values && values < 7 && 0 <= scales && scales < 5, "values, scales");
+    const auto scale_type = static_cast<tk::ScaleType>(scales);
+    const int64_t scale_bytes = dim / block * tk::inline_scale_bytes(scale_type);
+    require(dim * VALUE_BITS[values] % 8 == 0 && row_bytes == dim * VALUE_BITS[values] / 8 + scale_bytes, "row_bytes");
     const int64_t count = rows.size() / row_bytes;
     require(out.size() == count * dim, "out");
-    const tk::RowFormat format{static_cast<tk::ValueType>(values), static_cast<tk::ScaleType>(scales), row_bytes, dim, block};
+    const tk::RowFormat format{static_cast<tk::ValueType>(values), scale_type, row_bytes, dim, block, scale};
     const auto* const source = reinterpret_cast<const std::byte*>(rows.data());
     float* const target = out.mutable_data();
     const py::gil_scoped_release released;
     tk::dequantise(format, source, count, target);
 }
 
-uint32_t crc32c(const Array<uint8_t>& data, uint32_t crc) {
+std::optional<uint32_t> crc32c(const Array<uint8_t>& data, uint32_t crc) {
     const auto* const bytes = reinterpret_cast<const std::byte*>(data.data());
     const auto size = static_cast<size_t>(data.size());
     const py::gil_scoped_release released;
-    return tk::crc32c(crc, bytes, size);
+    uint32_t after = 0;
+    if (!tk::guarded(bytes, size, [&] { after = tk::crc32c(crc, bytes, size); })) return std::nullopt;
+    return after;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
+    module.attr("DONE") = DONE;
+    module.attr("UNREADABLE") = UNREADABLE;
+    module.attr("REFUSED") = REFUSED;
     py::class_<Plan>(module, "Plan")
         .def(py::init<int, const Array<int32_t>&, int, const Array<uint64_t>&, const Array<int64_t>&, const Array<int64_t>&, int64_t,
                       int64_t, std::optional<Array<int32_t>>, int64_t>());
-    // noconvert: an array of another dtype or layout is refused, never copied behind the caller's back
-    const auto exact = [](const char* name) { return py::arg(name).noconvert(); };
     module.def("row_ids", &row_ids, py::arg("plan"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
                exact("lookback_dead"), exact("out"));
-    module.def("gather_rows", &gather_rows, exact("table"), exact("rows"), exact("out"));
+    module.def("gather_rows", &gather_rows, py::arg("table"), py::arg("rows"), py::arg("out"));
     module.def("lookup", &lookup, py::arg("plan"), exact("table"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
                exact("lookback_dead"), exact("out"));
-    module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), exact("rows"), exact("out"));
+    module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), py::arg("scale"), exact("rows"),
+               exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
+    bind_dedup(module);
+    bind_prefetch(module);
 }

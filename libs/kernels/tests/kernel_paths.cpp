@@ -86,19 +86,26 @@ void compare_gathers(int64_t row_bytes) {
         for (auto& row : rows) row = static_cast<int64_t>(random_words() % static_cast<uint64_t>(table_rows));
         if (count != 0) rows.back() = table_rows - 1;
         require(first_out_of_range(rows.data(), count, table_rows) == -1, "first_out_of_range");
-        std::vector<std::byte> out(static_cast<size_t>(count * row_bytes));
-        gather(table.data(), row_bytes, rows.data(), count, out.data());
-        for (int64_t i = 0; i < count; ++i) {
-            const auto* row = table.data() + rows[static_cast<size_t>(i)] * row_bytes;
-            require(std::equal(row, row + row_bytes, out.data() + i * row_bytes), "gather");
+        const auto compare = [&](auto&& gather_by, int64_t ahead, const char* what) {
+            std::vector<std::byte> out(static_cast<size_t>(count * row_bytes));
+            gather_by(table.data(), row_bytes, rows.data(), count, out.data(), ahead);
+            for (int64_t i = 0; i < count; ++i) {
+                const auto* row = table.data() + rows[static_cast<size_t>(i)] * row_bytes;
+                require(std::equal(row, row + row_bytes, out.data() + i * row_bytes), what);
+            }
+        };
+        for (const int64_t ahead : {int64_t{1}, PREFETCH_ROWS, PREFETCH_ROWS_MAX}) {
+            compare(detail::gather_baseline, ahead, "gather_baseline");
+            if (detail::cpu_has_avx2()) compare(detail::gather_avx2, ahead, "gather_avx2");
         }
+        compare([](auto... arguments) { gather(arguments...); }, PREFETCH_ROWS, "gather");
     }
 }
 
 void compare_dequantised(ValueType values, int64_t value_bits, ScaleType scales, int64_t dim, int64_t block) {
     const int64_t value_bytes = dim * value_bits / 8;
-    const int64_t scale_bytes = scales == ScaleType::none ? 0 : dim / block * (scales == ScaleType::ue8m0 ? 1 : 2);
-    const RowFormat format{values, scales, value_bytes + scale_bytes, dim, block};
+    const int64_t scale_bytes = dim / block * inline_scale_bytes(scales);
+    const RowFormat format{values, scales, value_bytes + scale_bytes, dim, block, 0.000199f};
     for (const int64_t count : {0, 1, 7}) {
         std::vector<std::byte> rows(static_cast<size_t>(count * format.row_bytes));
         for (auto& byte : rows) byte = static_cast<std::byte>(random_words());
@@ -117,9 +124,9 @@ void compare_dequantised(ValueType values, int64_t value_bits, ScaleType scales,
 }
 
 void compare_dequantised_formats() {
-    const int64_t value_bits[] = {16, 16, 32, 8, 8, 4};
-    for (int type = 0; type < 6; ++type) {
-        for (const ScaleType scales : {ScaleType::none, ScaleType::ue8m0, ScaleType::fp16}) {
+    const int64_t value_bits[] = {16, 16, 32, 8, 8, 4, 4};
+    for (int type = 0; type < 7; ++type) {
+        for (const ScaleType scales : {ScaleType::none, ScaleType::ue8m0, ScaleType::fp16, ScaleType::fp32, ScaleType::all_rows}) {
             for (const int64_t block : {1, 3, 5, 16, 32, 100}) {
                 compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 2 * block, block);
                 compare_dequantised(static_cast<ValueType>(type), value_bits[type], scales, 6 * block, block);

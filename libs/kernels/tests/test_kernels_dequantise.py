@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import sys
 import threading
 import time
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, RowLayout, Scale
-from treadle.contract.engram_model import SCALE_BYTES, VALUE_BITS
+from treadle.contract.row_layout import SCALE_BYTES, VALUE_BITS
 from treadle.kernels import dequantise_reference as reference
 
 native = pytest.importorskip("treadle.kernels.native")
@@ -22,18 +23,23 @@ native = pytest.importorskip("treadle.kernels.native")
 Rows = NDArray[np.uint8]
 
 
+ALL_ROWS = Scale.of_all_rows(0.000199)  # as in the FP8 checkpoint of Qwen's PLE
+
+
 def layout_of(dtype: str, dim: int, scale: str | None = None, block: int = 1) -> RowLayout:
+    if scale == "all rows":
+        return RowLayout(dim * VALUE_BITS[dtype] // 8, dim, dtype, ALL_ROWS)
     scales = 0 if scale is None else dim // block * SCALE_BYTES[scale]
     return RowLayout(dim * VALUE_BITS[dtype] // 8 + scales, dim, dtype, None if scale is None else Scale(scale, block))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> RowLayout:
-    dtype, scale = draw(st.sampled_from(sorted(VALUE_BITS))), draw(st.sampled_from([None, *SCALE_BYTES]))
+    dtype, scale = draw(st.sampled_from(sorted(VALUE_BITS))), draw(st.sampled_from([None, "all rows", *SCALE_BYTES]))
     block = draw(st.integers(1, 33))
     fewest = -(-128 // (VALUE_BITS[dtype] * block))  # a row has at least 16 bytes
     blocks = draw(st.integers(fewest, fewest + 5))
-    if dtype == "int4" and block % 2:
+    if dtype in ("int4", "nf4") and block % 2:
         blocks += blocks % 2
     return layout_of(dtype, blocks * block, scale, block)
 
@@ -58,7 +64,7 @@ def test_native_and_numpy_read_the_same_bits_at_any_address(layout: RowLayout, c
     assert np.array_equal(flat, before)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8_e4m3", "u8", "int4"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8_e4m3", "u8", "int4", "nf4"])
 def test_every_code_of_a_short_format_means_the_same_in_both_forms(dtype: str) -> None:
     codes = np.arange(1 << 16, dtype="<u2").view(np.uint8)
     rows = np.ascontiguousarray(codes.reshape(-1, 64))
@@ -96,6 +102,35 @@ def test_int4_takes_the_low_nibble_first_in_twos_complement(form: object) -> Non
     read = form.dequantise(rows, layout_of("int4", 32, "fp16", 32))  # type: ignore[attr-defined]
     assert read[0, :8].tolist() == [0.0, 0.5, 3.5, -4.0, -3.5, -0.5, 1.5, 1.0]
     assert not read[0, 8:].any()
+
+
+def test_nf4_levels_are_quantiles_of_the_normal_distribution() -> None:
+    # Dettmers et al., QLoRA, appendix E, as bitsandbytes computes it: 8 levels above 0, 7 below, scaled to 1
+    quantile, edge = statistics.NormalDist().inv_cdf, 0.9677083
+    above = [quantile(p) for p in np.linspace(edge, 0.5, 9)[:-1]]
+    below = [-quantile(p) for p in np.linspace(edge, 0.5, 8)[:-1]]
+    levels = np.sort(np.array([*above, 0.0, *below]) / above[0])
+    assert np.abs(reference.NF4_LEVELS - levels).max() < 1e-6
+
+
+@pytest.mark.parametrize("form", [native, reference])
+def test_nf4_takes_the_high_nibble_first_and_its_fp32_scale_behind_the_values(form: object) -> None:
+    rows = np.full((1, 84), 0x77, dtype=np.uint8)
+    rows[0, :3] = [0x0F, 0x7E, 0x81]
+    rows[0, 80:] = np.array([0.25], dtype="<f4").view(np.uint8)
+    layout = layout_of("nf4", 160, "fp32", 160)
+    assert layout.bytes == 84
+    read = form.dequantise(rows, layout)  # type: ignore[attr-defined]
+    levels = reference.NF4_LEVELS * np.float32(0.25)
+    assert read[0, :6].tolist() == [-0.25, 0.25, 0.0, levels[14], levels[8], levels[1]]
+    assert not read[0, 6:].any()
+
+
+@pytest.mark.parametrize("form", [native, reference])
+def test_one_scale_of_all_rows_multiplies_every_value(form: object) -> None:
+    rows = np.arange(320, dtype=np.uint8).reshape(2, 160)
+    read = form.dequantise(rows, layout_of("fp8_e4m3", 160, "all rows"))  # type: ignore[attr-defined]
+    assert same_bits(read, np.take(reference.FP8_E4M3, rows) * np.float32(0.000199))
 
 
 @pytest.mark.parametrize("form", [native, reference])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, RowLayout, Scale
-from treadle.contract.engram_model import PRECISIONS, row_layout
+from treadle.contract.row_layout import PRECISIONS, row_layout
 from treadle.kernels import dequantise, quantise
 from treadle.kernels.quantise import LARGEST, SCALE_MAX
 

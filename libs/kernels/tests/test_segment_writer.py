@@ -67,7 +67,7 @@ def test_the_public_safetensors_library_opens_what_we_write(tmp_path: Path, rows
     write(path, rows, token_map=TOKEN_MAP)
     with safe_open(path, "np") as opened:
         assert opened.metadata()["layer"] == "2"
-        assert sorted(opened.keys()) == ["crc32c", "pad", "rows", "token_map"]
+        assert sorted(opened.keys()) == ["crc32c", "pad", "rows", "sha256", "token_map"]
         assert (opened.get_slice("rows")[1:2] == rows[1:2]).all()
     tensors = load_file(path)
     assert (tensors["rows"] == rows).all()
@@ -78,7 +78,7 @@ def test_the_public_safetensors_library_opens_what_we_write(tmp_path: Path, rows
 
 
 def test_a_table_that_fills_its_pages_to_the_last_byte_needs_no_pad(tmp_path: Path) -> None:
-    count = (TWO_MIB - 4) // 16  # the last four bytes of the page are the checksum; 12 more are the token map
+    count = (TWO_MIB - 36) // 16  # the last 36 bytes of the page are checksum and digest; 12 before them the token map
     rows, token_map = random_rows(count, 16), TOKEN_MAP[:3]
     assert segment_bytes(count, 16, 3) == 2 * TWO_MIB
     write(tmp_path / "a.segment", rows, token_map=token_map)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from treadle.contract import RowLayout, Scale
-from treadle.contract.engram_model import row_layout
+from treadle.contract.row_layout import row_layout
 from treadle.kernels import quantise
 from treadle.kernels.dequantise_reference import dequantise as dequantise_reference
 from treadle.nn.dequantise import dequantise, dequantise_torch
@@ -17,6 +17,9 @@ LAYOUTS = [
     RowLayout(32, 32, "u8"), RowLayout(16, 32, "int4"), row_layout("fp8", 32), row_layout("int4", 32),
     RowLayout(66, 64, "fp8_e4m3", Scale("ue8m0", 32)), RowLayout(34, 16, "bf16", Scale("ue8m0", 8)),
     RowLayout(20, 32, "int4", Scale("fp16", 16)), RowLayout(21, 30, "int4", Scale("ue8m0", 5)), RowLayout(40, 16, "fp16", Scale("fp16", 4)),
+    RowLayout(84, 160, "nf4", Scale("fp32", 160)), RowLayout(21, 30, "nf4", Scale("ue8m0", 5)),
+    RowLayout(160, 160, "fp8_e4m3", Scale.of_all_rows(0.000199)), RowLayout(20, 40, "nf4", Scale.of_all_rows(3.0)),
+    RowLayout(164, 160, "fp8_e4m3", Scale("fp32", 160)),
 ]  # fmt: skip
 
 

@@ -245,6 +245,26 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         EngramFusion.build(replace(engram(), fusion=None), HIDDEN)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [RowLayout(32, 32, "fp8_e4m3", Scale.of_all_rows(0.000199)), RowLayout(20, 32, "nf4", Scale("fp32", 32))],
+    ids=["fp8-one-scale", "nf4"],
+)
+def test_rows_of_a_qwen_ple_are_fused_as_the_numbers_that_they_stand_for(row: RowLayout) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(0, 120, (TOKENS, 4, row.bytes), dtype=torch.uint8, generator=generator)
+    if row.inline_scale is not None:
+        rows[..., row.value_bytes :] = torch.rand(TOKENS, 4, 1, generator=generator).view(torch.uint8)
+    numbers = dequantise(rows, row)
+    assert numbers.abs().max() > 0
+    packed, plain = (
+        EngramFusion.build(replace(engram("v4.1"), row=layout), HIDDEN, seed=3) for layout in (row, RowLayout(128, 32, "fp32"))
+    )
+    expected = plain(0, hidden_states(), numbers.view(torch.uint8))
+    assert torch.equal(packed(0, hidden_states(), rows), expected)
+    assert expected.abs().max() > 0
+
+
 def test_bf16_hidden_states_get_a_bf16_delta() -> None:
     fusion = EngramFusion.build(engram("v4.1"), HIDDEN)
     delta = fusion(0, hidden_states().to(torch.bfloat16), random_rows())

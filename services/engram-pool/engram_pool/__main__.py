@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,20 +16,28 @@ from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.mooncake_opening import open_mooncake_door
 from engram_pool.adapters.mooncake_rows import open_store
+from engram_pool.adapters.native_doors import open_native_doors
+from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Door
+from engram_pool.domain.repairing import Repairs
+from engram_pool.domain.scrubbing import Scrubber
+from engram_pool.domain.table_reading import TableReading
+from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
 from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.contract import InvalidArgument, TreadleError
+from treadle.dataplane.warming import PageWarmer
 
 PROGRAM = "treadle-engram-pool"
 STOP_SECONDS_MAX = 45.0  # more than the stop's own patience with calls and readers; beyond it a thread hangs
@@ -47,57 +56,87 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, WrongSetting | InvalidArgument) else 1
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What one process is made of."""
+
+    pool: Pool
+    server: EngramPoolServer
+    scrubber: Scrubber
+    membership: Membership
+
+    async def drain(self) -> None:
+        """Leave the directory first: clients go elsewhere while this pool still answers."""
+        await self.membership.leave()
+        await self.pool.drain()
+
+
 async def serve(settings: Settings) -> int:
     """Take in what is on disk, serve, and stop. Raises TreadleError if it cannot start."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    pool, server = _put_together(settings, registry, compute)
+    parts = _put_together(settings, registry, compute)
     served = False  # a pool that never served deletes nothing
     try:
-        await pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
-        reaper = asyncio.create_task(pool.reap_forever(settings.reap_interval_seconds))
+        await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
+        background = [
+            asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
+            asyncio.create_task(parts.scrubber.run_forever()),
+        ]
         try:
-            async with _doors(settings, pool, registry, server):
+            async with _mooncake_door(settings, parts.pool, registry):
                 code = await run_service(
-                    "engram-pool", settings, partial(register, pool_server=server), area="engram", status=STATUS, registry=registry,
-                    build_version=build_version(), on_drain=pool.drain,
+                    "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
+                    build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
                 )  # fmt: skip
             served = True
             return code
         finally:
-            reaper.cancel()
-            with suppress(asyncio.CancelledError):
-                await reaper
+            await parts.membership.end()
+            for task in background:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
     finally:
-        stopping = asyncio.ensure_future(pool.stop(keep_segments=settings.keep_segments or not served))
+        stopping = asyncio.ensure_future(parts.pool.stop(keep_segments=settings.keep_segments or not served))
         done, _ = await asyncio.wait([stopping], timeout=STOP_SECONDS_MAX)
         compute.close()  # a stop that hangs in a thread ends here, with Unavailable
         if done:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> tuple[Pool, EngramPoolServer]:
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> _Parts:
+    open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
+        doors=open_native_doors(workers=settings.door_threads, tickets_max=settings.door_requests_max),
+        warmer=PageWarmer(bytes_per_second=settings.warm_bytes_per_second),
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
-        partial(open_grown, allowed_folder=settings.checkpoint_dir), open_store,
+        partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers, open_store,
     )  # fmt: skip
+    pool.repair_with(Repairs(store, meters, loader.open_source, open_peers, peers=settings.peer_list).mend)
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
+    directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
-    return pool, EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version()
+    meters.observe_scrubber(scrubber)
+    meters.observe_directory(directory)
+    server = EngramPoolServer(
+        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
+        segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory))
 
 
 @asynccontextmanager
-async def _doors(settings: Settings, pool: Pool, registry: CollectorRegistry, server: EngramPoolServer) -> AsyncIterator[None]:
-    """The doors beside gRPC, open."""
+async def _mooncake_door(settings: Settings, pool: Pool, registry: CollectorRegistry) -> AsyncIterator[None]:
+    """The mooncake door, where it is asked for, open."""
     if not settings.mooncake_listen:
         yield
         return
@@ -106,7 +145,7 @@ async def _doors(settings: Settings, pool: Pool, registry: CollectorRegistry, se
         pool, registry, host=host, port=port, protocol=settings.mooncake_protocol, slots=settings.mooncake_slots,
         direct=settings.mooncake_direct, keys=read_keys(settings),
     )  # fmt: skip
-    server.doors.append(Door("mooncake", door.address))
+    pool.add_door(Door("mooncake", door.address))
     try:
         yield
     finally:

@@ -20,6 +20,8 @@ from engram_pool.terminal import (
     VERSION_DIGITS,
     model_document,
     model_line,
+    owner_document,
+    owner_line,
     print_json,
     print_line,
     print_loaded,
@@ -64,8 +66,15 @@ def load(
     token_map: Annotated[Path | None, typer.Option(help="The token map itself: int32, little-endian.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Option("--map", metavar="ROLE=TENSOR", help="Tensor of a role: 2.rows=NAME, 2.scale=NAME; one * stands for numbers."),
+        typer.Option(
+            "--map",
+            metavar="ROLE=TENSOR",
+            help="Tensor of a role: 2.rows=NAME, 2.scale=NAME, 2.rows.0=NAME; one * stands for shards.",
+        ),
     ] = None,
+    row_dtype: Annotated[
+        str, typer.Option(help="What U8 rows of a checkpoint without a manifest hold: nf4 or int4; none: as its config.json says.")
+    ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of random rows.")] = 0,
     keep_previous: Annotated[
         bool | None, typer.Option(help="Keep the version that is current now; without either: kept where --grown is given.")
@@ -74,16 +83,16 @@ def load(
     api_key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Load tables: a grown memory, a DeepSeek-V4.1 checkpoint, plain [rows, dim] tensors with a manifest, or random rows."""
+    """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, or random rows."""
     if [grown is not None, checkpoint is not None, random].count(True) != 1:
         raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH and --random")
-    if names and checkpoint is None:
-        raise InvalidArgument("--map names tensors of a checkpoint; grown and random rows have none")
+    if (names or row_dtype) and checkpoint is None:
+        raise InvalidArgument("--map and --row-dtype are about tensors of a checkpoint; grown and random rows have none")
     if grown is not None and (manifest or profile or tokenizer or token_map):
         raise InvalidArgument("a grown folder brings its own manifest and token map: leave those options out")
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:
         tokenizer = tokenizer_beside(checkpoint, manifest)
-    model, ids = template(name, manifest, profile, tokenizer, token_map, checkpoint) if grown is None else (None, None)
+    model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None else (None, None)
     if model is None and random:
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
     keep = grown is not None if keep_previous is None else keep_previous
@@ -92,7 +101,10 @@ def load(
         if grown is not None:
             ask = partial(fabric.engram.load_grown, grown.absolute(), name or None)
         elif checkpoint is not None:
-            ask = partial(fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []))
+            ask = partial(
+                fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []),
+                name=name if model is None else "", row_dtype=row_dtype,
+            )  # fmt: skip
         else:
             assert model is not None
             ask = partial(fabric.engram.load_random, model, ids, seed=seed)
@@ -171,6 +183,29 @@ def remove(
         return
     held = f"; {awaiting} still in memory until readers let go" if awaiting else ""
     print_line(f"{name}: removed {', '.join(version[:VERSION_DIGITS] for version in removed)}{held}")
+
+
+@app.command("owners")
+def list_owners(
+    name: Annotated[str, typer.Argument(help="Tell only what they hold of this model; none: of all.")] = "",
+    version: Version = "",
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """List the owners of the fabric with their health, as this pool knows them. The exit code is 1 where one cannot be reached."""
+    with _fabric(pool, api_key_file) as fabric:
+        full = _full_version(fabric, name, version) if name else ""
+        listed = fabric.engram.owners(name, full)
+    if as_json:
+        print_json({"stale": listed.stale, "owners": [owner_document(owner) for owner in listed.owners]})
+    else:
+        columns = ("owner", "address", "doors", "state", "versions", "rows held")
+        print_table(columns, [owner_line(owner) for owner in listed.owners], empty="this pool has told nothing of itself yet")
+        if listed.stale:
+            print_line("the directory does not answer: this is the last list known")
+    if listed.stale or not all(owner.reachable for owner in listed.owners):
+        raise typer.Exit(1)
 
 
 @app.command()

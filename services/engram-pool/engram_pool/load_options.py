@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from treadle.contract import EngramModel, InvalidArgument, NotFound
+from treadle.contract import EngramModel, Family, InvalidArgument, NotFound
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX
-from treadle.contract.version import check_name
 
 if TYPE_CHECKING:
     from engram_pool.domain.ports import TokenMap
@@ -26,9 +25,9 @@ CONFIG_BYTES_MAX = 4 << 20
 
 
 def template(
-    name: str, manifest: Path | None, profile: str, tokenizer: Path | None, token_map: Path | None, checkpoint: Path | None
+    name: str, manifest: Path | None, profile: str, tokenizer: Path | None, token_map: Path | None
 ) -> tuple[EngramModel | None, TokenMap | None]:
-    """The manifest and token map to send. No manifest: the pool derives it from the checkpoint's config.json."""
+    """The manifest and token map to send. No manifest: the pool derives it from the checkpoint."""
     if manifest is not None and profile:
         raise InvalidArgument("give --manifest or --profile, not both")
     if profile:
@@ -42,8 +41,6 @@ def template(
                 f"{manifest}: the family {model.family} needs a token map: give --tokenizer FILE or --token-map FILE"
             )
         return replace(model, name=name or model.name), ids
-    if name and checkpoint is not None:
-        return replace(_derived(checkpoint, ids), name=check_name(name)), ids
     return None, ids
 
 
@@ -52,7 +49,10 @@ def tokenizer_beside(checkpoint: Path, manifest: Path | None) -> Path | None:
 
     None also for a checkpoint that only the pool's host sees: the pool says what is missing.
     """
-    if manifest is not None and EngramModel.from_json(read_limited(manifest, MANIFEST_BYTES_MAX)).token_map is None:
+    if manifest is not None:
+        if EngramModel.from_json(read_limited(manifest, MANIFEST_BYTES_MAX)).token_map is None:
+            return None
+    elif _needs_no_token_map(checkpoint):
         return None
     found = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
     if found.is_file():
@@ -63,16 +63,17 @@ def tokenizer_beside(checkpoint: Path, manifest: Path | None) -> Path | None:
     return None
 
 
-def _derived(checkpoint: Path, ids: TokenMap | None) -> EngramModel:
-    """What the pool would derive, made here because it is to have another name."""
-    from engram_pool.domain.v41_config import v41_template
+def _needs_no_token_map(checkpoint: Path) -> bool:
+    """Whether the config.json that stands here says so; False also where only the pool's host sees it, or it is no JSON."""
+    from engram_pool.domain.derivation import family_of
 
-    path = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "config.json"
     try:
-        config = json.loads(read_limited(path, CONFIG_BYTES_MAX))
-    except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON") from error
-    return v41_template(config if isinstance(config, dict) else {}, path.parent.absolute().name, ids)
+        config = json.loads(
+            read_limited((checkpoint if checkpoint.is_dir() else checkpoint.parent) / "config.json", CONFIG_BYTES_MAX)
+        )
+    except (NotFound, ValueError):
+        return False
+    return isinstance(config, dict) and family_of(config) is Family.QWEN_PLE
 
 
 def _profile(profile: str, tokenizer: Path | None) -> tuple[EngramModel, TokenMap]:

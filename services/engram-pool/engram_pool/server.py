@@ -13,22 +13,32 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
-from engram_pool.domain.gathering import Gathering
-from engram_pool.domain.loading import CheckpointOrder, GrownOrder, Loader, LoadOrder, RandomOrder
+from engram_pool.domain.gathering import PIECE_BYTES, Gathering
+from engram_pool.domain.held_rows import Share
+from engram_pool.domain.loading import Loader, LoadOrder
+from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder
 from engram_pool.domain.pool import Listed, Pool
-from engram_pool.domain.ports import Door
+from engram_pool.domain.ports import Ranges
 from engram_pool.domain.progress import Progress
-from engram_pool.domain.row_sources import StoreOrder
+from engram_pool.domain.scrubbing import Scrubbed, Scrubber
+from engram_pool.domain.table_reading import TableReading
 from engram_pool.domain.windows_bytes import read_ids, read_windows
+from engram_pool.owner_lists import list_messages
 from treadle.chassis.errors import CONTRACT_STATUS
 from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
+from treadle.contract.placement import Spread
+from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EngramPoolService"].full_name
 STATUS: dict[type[Exception], grpc.StatusCode] = dict(CONTRACT_STATUS)  # the domain raises nothing else
 STALL_SECONDS = 0.05  # behind the deadline: a call that is read finds it passed by itself, and says at which row
+_WARM_STATES = {
+    WarmState.COLD: pb.WARM_STATE_COLD, WarmState.WARMING: pb.WARM_STATE_WARMING, WarmState.WARM: pb.WARM_STATE_WARM,
+}  # fmt: skip
 Context = Any  # grpc.aio.ServicerContext: the stubs and the runtime disagree about its parameters
 
 
@@ -36,12 +46,13 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     """The RPCs. Exceptions become statuses in the chassis, by STATUS."""
 
     def __init__(
-        self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, *, segment_dir: Path, gather_seconds_max: float,
-        build_version: str,
+        self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, tables: TableReading, scrubber: Scrubber,
+        directory: Directory, *, segment_dir: Path, gather_seconds_max: float, build_version: str,
     ) -> None:  # fmt: skip
+        self._directory = directory
         self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
+        self._tables, self._scrubber = tables, scrubber
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
-        self.doors: list[Door] = []  # open ones, the fastest first
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
         """Load a version, streaming progress; the model comes last."""
@@ -65,13 +76,14 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         segments = [
             pb.Segment(
                 layer=layer, path=str(segment.path), rows_offset_bytes=segment.rows_offset_bytes, rows=segment.row_count,
-                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes,
+                row_bytes=segment.row_bytes, file_bytes=segment.file_bytes, segment_offset_bytes=segment.offset,
+                held=_held(segment.held),
             )
             for layer, segment in resident.stored.segments.items()
         ]  # fmt: skip
         return pb.OpenModelResponse(
             model=_model(listed), segments=segments, fingerprint=resident.model.fingerprint.as_dict(),
-            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=_doors(self.doors),
+            lock_path=str(resident.stored.lock_path), card_json=resident.stored.card_json, doors=self._doors(),
         )  # fmt: skip
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
@@ -133,6 +145,33 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
                 yield pb.ReadFusionResponse(data=piece, bytes_total=bytes_total if first else 0)
                 first = False
 
+    async def ReadTable(self, request: pb.ReadTableRequest, context: Context) -> AsyncIterator[pb.ReadTableResponse]:  # noqa: N802
+        """Bytes of a table, or what is known of it."""
+        ref, deadline = request.ref, self._deadline(context)
+        async with _bounded(deadline):
+            if not request.byte_count:
+                digests, words = await self._tables.describe(ref.model, ref.version, request.layer)
+                for at in range(0, len(digests), PIECE_BYTES):
+                    yield pb.ReadTableResponse(chunk_digests=digests[at : at + PIECE_BYTES])
+                for at in range(0, len(words), PIECE_BYTES):
+                    yield pb.ReadTableResponse(token_map=words[at : at + PIECE_BYTES])
+                return
+            pieces = self._tables.read(ref.model, ref.version, request.layer, request.first_byte, request.byte_count, deadline)
+            async with aclosing(pieces):
+                async for piece in pieces:
+                    yield pb.ReadTableResponse(data=piece)
+
+    async def WatchOwners(self, request: pb.WatchOwnersRequest, context: Context) -> AsyncIterator[pb.WatchOwnersResponse]:  # noqa: N802
+        """The owners now and after each change; an empty message in between."""
+        only = self._directory.name if request.itself_only else None
+        async with aclosing(self._directory.watch()) as lists:
+            async for listing in lists:
+                if listing is None:
+                    yield pb.WatchOwnersResponse()
+                    continue
+                for message in list_messages(listing, request.ref.model, request.ref.version, only):
+                    yield message
+
     async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
         """Take a version, or all of a model, off the list."""
         removal = await self._pool.remove(request.ref.model, request.ref.version)
@@ -146,8 +185,11 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining, doors=_doors(self.doors),
+            draining=pool.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(),
         )  # fmt: skip
+
+    def _doors(self) -> list[pb.Door]:
+        return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline
@@ -172,11 +214,12 @@ async def _bounded(deadline: Deadline) -> AsyncIterator[None]:
 
 
 def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
-    source: CheckpointOrder | RandomOrder | GrownOrder | StoreOrder
+    source: Source
     if request.WhichOneof("source") == "checkpoint":
         if not request.checkpoint.path:
             raise InvalidArgument("checkpoint.path: a file or folder on the pool's host")
-        source = CheckpointOrder(Path(request.checkpoint.path), dict(request.checkpoint.tensors))
+        sent = request.checkpoint
+        source = CheckpointOrder(Path(sent.path), dict(sent.tensors), sent.name, sent.row_dtype)
     elif request.WhichOneof("source") == "random":
         source = RandomOrder(request.random.seed)
     elif request.WhichOneof("source") == "grown":
@@ -185,19 +228,38 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
         source = GrownOrder(Path(request.grown.path), request.grown.name)
     elif request.WhichOneof("source") == "store":
         source = _store_order(request.store)
+    elif request.WhichOneof("source") == "peers":
+        asked = request.peers
+        source = PeerOrder(tuple(asked.endpoints), asked.ref.model, asked.ref.version)
     else:
-        raise InvalidArgument("source: checkpoint, random, grown or store")
-    return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous)
+        raise InvalidArgument("source: checkpoint, random, grown, peers or store")
+    return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous, _share(request))
+
+
+def _share(request: pb.LoadTableRequest) -> Share | None:
+    if not request.HasField("placement"):
+        return None
+    sent = request.placement
+    return Share(sent.owner, Spread(tuple(sent.owners), sent.replicas, sent.stretch_rows))
+
+
+def _scrub(figures: Scrubbed) -> pb.Scrub:
+    return pb.Scrub(
+        chunks_checked_total=figures.checked, chunks_bad_total=figures.bad, chunks_repaired_total=figures.repaired,
+        pass_ended_at_seconds=figures.pass_ended_at_seconds,
+    )  # fmt: skip
+
+
+def _held(held: Ranges | None) -> list[pb.RowRange]:
+    """None: all; a pool that holds none says [0, 0)."""
+    ranges = () if held is None else held or ((0, 0),)
+    return [pb.RowRange(first=first, last=last) for first, last in ranges]
 
 
 def _store_order(source: pb.StoreSource) -> StoreOrder:
     if not source.master or not source.ref.model:
         raise InvalidArgument("store: master (host:port) and the name of a model")
     return StoreOrder(source.master, source.protocol or "tcp", source.ref.model, source.ref.version)
-
-
-def _doors(doors: Sequence[Door]) -> list[pb.Door]:
-    return [pb.Door(transport=door.transport, address=door.address) for door in doors]
 
 
 def _models(listing: Sequence[Listed]) -> list[pb.Model]:
@@ -209,7 +271,7 @@ def _model(listed: Listed) -> pb.Model:
     return pb.Model(
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
         manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
-        loaded_at_seconds=resident.stored.loaded_at_seconds,
+        loaded_at_seconds=resident.stored.loaded_at_seconds, warm_state=_WARM_STATES[resident.warm_state],
     )  # fmt: skip
 
 

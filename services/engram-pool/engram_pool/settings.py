@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
+from treadle.contract import InvalidArgument
+from treadle.contract.placement import Spread
 
 
 class MooncakeProtocol(StrEnum):
@@ -36,8 +38,18 @@ class Settings(ServerSettings):
     """Folder of the segments: ours alone, on tmpfs for speed. Readers map what lies here."""
     table_bytes_max: int = 0
     """Most bytes of segments; 0: as much as the file system holds."""
-    verify_on_start: VerifyOnStart = VerifyOnStart.FULL
-    """full: compare every checksum of what is found at start; headers: headers, sizes and manifests only."""
+    verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
+    """headers: seals, sizes and manifests of what is found at start, the scrubber does the rest; full: every checksum before serving."""
+    scrub_bytes_per_second: int = 64 << 20
+    """How fast every checksum is compared in the background, at most; 0: never. A bad chunk takes its version out of service."""
+    peers: str = ""
+    """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
+    peer_key_file: Path | None = None
+    """File whose first line is the key that is shown to peers, for repairs and loads; none: no key."""
+    peer_tls_root_file: Path | None = None
+    """PEM roots that vouch for peers; none: they are spoken to without TLS."""
+    warm_bytes_per_second: int = 0
+    """How fast pages of tables are entered in the background after a start or load, at most; 0: as fast as it goes."""
     keep_segments: bool = True
     """Leave segments in memory when the pool stops, for its readers and its next start; false: delete what nobody reads."""
     checkpoint_dir: Path | None = None
@@ -56,6 +68,10 @@ class Settings(ServerSettings):
     """Most calls in progress at once, holds included; more are refused with RESOURCE_EXHAUSTED."""
     compute_threads: int = 3
     """Threads for gathers, loads and checksums. A load takes up to two, a verification one."""
+    door_threads: int = 2
+    """Threads that gather for requests at the native doors."""
+    door_requests_max: int = 1024
+    """Most requests at the native doors that wait for a thread; more are refused."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -69,6 +85,28 @@ class Settings(ServerSettings):
     """Slots of 4 MiB into which rows are gathered for Mooncake to read; when all are lent, callers are told to try again."""
     mooncake_direct: bool = True
     """Register whole tables, so that a few rows are read without asking; over rdma that pins them: needs ulimit -l unlimited."""
+    owner: str = "pool"
+    """Name of this pool among the owners of a fabric, as in placements."""
+    owners: str = ""
+    """All owners of the fabric, this one too: name=host:port,... They ask each other; none: this pool stands alone, or Redis tells."""
+    advertise: str = ""
+    """Address at which others reach this pool, host:port; none: the one in `owners`, else `listen`."""
+    redis_url: str = ""
+    """Directory of the owners, redis://...; none: TREADLE_REDIS_URL. With a password use the variable: flags can be read by all."""
+    owner_watchers_max: int = 1024
+    """Most WatchOwners calls at once: every handle of a client that asks several owners has one."""
+    leave_seconds_max: float = 5.0
+    """Among other owners, how long a pool that stops answers on while clients move away."""
+
+    @property
+    def owner_endpoints(self) -> dict[str, str]:
+        """`owners` as name -> host:port."""
+        entries = [entry.strip() for entry in self.owners.split(",") if entry.strip()]
+        pairs = [entry.partition("=") for entry in entries]
+        endpoints = {name.strip(): endpoint.strip() for name, _, endpoint in pairs}
+        if len(endpoints) != len(entries) or not all(":" in endpoint for endpoint in endpoints.values()):
+            raise WrongSetting(f"owners: name=host:port,... with different names, got {self.owners!r}")
+        return endpoints
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
@@ -82,10 +120,38 @@ class Settings(ServerSettings):
             raise WrongSetting(f"versions_kept_max is 0 to 64, got {self.versions_kept_max}")
         if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
+        if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
+            raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
+        for peer in self.peer_list:
+            if ":" not in peer:
+                raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
+        if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
+            raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         if not 0 <= self.reap_grace_seconds <= 3600:
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
             raise WrongSetting("gather_seconds_max is above 0, reap_interval_seconds at least 0.01, both at most 3600")
+        if self.owner_watchers_max < 1 or not 0 <= self.leave_seconds_max <= 3600:
+            raise WrongSetting("owner_watchers_max is >= 1, leave_seconds_max 0 to 3600")
+        self._check_owners()
+
+    @property
+    def peer_list(self) -> tuple[str, ...]:
+        """`peers`, one by one."""
+        return tuple(peer.strip() for peer in self.peers.split(",") if peer.strip())
+
+    def _check_owners(self) -> None:
+        endpoints = self.owner_endpoints
+        try:
+            Spread(tuple({*endpoints, self.owner}), 1)
+        except InvalidArgument as error:
+            raise WrongSetting(f"owner, owners: {error}") from error
+        if endpoints and self.owner not in endpoints:
+            raise WrongSetting(f"owner: {self.owner!r} is none of `owners`, {sorted(endpoints)}; say which of them this pool is")
+        if endpoints and self.redis_url:
+            raise WrongSetting("owners and redis_url: the directory is a list or in Redis; give one of them")
+        if self.advertise:
+            split_address(self.advertise)
 
     def _check_mooncake_listen(self) -> None:
         host, _ = split_address(self.mooncake_listen)

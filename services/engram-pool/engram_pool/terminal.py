@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from treadle.client.engram.mooncake_push import Pushed
     from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel
+    from treadle.contract.owners import Owner
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
 VERSION_DIGITS = 12  # of a version, in tables: enough to tell any two apart
@@ -85,6 +86,31 @@ def model_document(model: ResidentModel) -> dict[str, Any]:
         "rows": {str(layer): table.rows for layer, table in model.model.tables}, "segment_bytes": model.segment_bytes,
         "readers": model.readers, "loaded_at_seconds": model.loaded_at_seconds,
     }  # fmt: skip
+
+
+def owner_document(owner: Owner) -> dict[str, Any]:
+    """An owner as JSON values."""
+    return {
+        "owner": owner.name, "endpoint": owner.endpoint, "state": _state(owner), "epoch": owner.epoch,
+        "doors": [{"transport": door.transport, "address": door.address} for door in owner.doors],
+        "holdings": [
+            {"model": held.model, "version": held.version, "rows": held.rows, "layers": {
+                str(layer): held.ranges(layer).tolist() for layer in held.held
+            }}
+            for held in owner.holdings
+        ],
+    }  # fmt: skip
+
+
+def owner_line(owner: Owner) -> tuple[str, ...]:
+    """An owner as cells of a table."""
+    doors = ", ".join(f"{door.transport} {door.address}" for door in owner.doors)
+    rows = f"{sum(held.rows for held in owner.holdings):,}"
+    return owner.name, owner.endpoint, doors, _state(owner), str(len(owner.holdings)), rows
+
+
+def _state(owner: Owner) -> str:
+    return "unreachable" if not owner.reachable else "leaving" if owner.leaving else "up"
 
 
 def model_line(model: ResidentModel) -> tuple[str, ...]:

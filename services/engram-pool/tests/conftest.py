@@ -30,21 +30,28 @@ from prometheus_client import CollectorRegistry
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.mooncake_rows import open_store
+from engram_pool.adapters.peer_pools import open_peer_version
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.domain.compute import Compute
+from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Doors
+from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.room import LIST_BYTES_MAX
+from engram_pool.domain.scrubbing import Scrubber
+from engram_pool.domain.table_reading import TableReading
 from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
 from treadle.client import Fabric
 from treadle.contract import EngramModel, Fusion, RowLayout, Table
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
+from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.dataplane.warming import PageWarmer
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 from treadle.kernels import quantise
@@ -270,6 +277,7 @@ class Served:
     stub: Any
     fabric: Fabric
     registry: CollectorRegistry
+    scrubber: Scrubber
 
     async def load(self, model: EngramModel, token_map: NDArray[np.int32] | None, *, seed: int = 0, keep: bool = False) -> pb.Model:
         request = pb.LoadTableRequest(manifest_json=model.to_json(), keep_previous=keep, random=pb.RandomSource(seed=seed))
@@ -317,25 +325,32 @@ async def _serve(
     default_folder: Path, *, folder: Path | None = None, table_bytes_max: int = 0, watchers_max: int = 4, gathers_max: int = 8,
     list_bytes_max: int = LIST_BYTES_MAX, keep_segments: bool = True, checksums: bool = True, checkpoint_dir: Path | None = None,
     holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0, versions_kept_max: int = 2,
+    repairs: bool = False, peers: Sequence[str] = (), scrub_bytes_per_second: int = 0,
+    doors: Doors | None = None,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
     pool = Pool(
         store, compute, meters, table_bytes_max=table_bytes_max, watchers_max=watchers_max, list_bytes_max=list_bytes_max,
-        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds, versions_kept_max=versions_kept_max,
+        holds_max=holds_max, reap_grace_seconds=reap_grace_seconds, versions_kept_max=versions_kept_max, warmer=PageWarmer(), doors=doors,
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir),
-        partial(open_grown, allowed_folder=checkpoint_dir), open_store,
+        partial(open_grown, allowed_folder=checkpoint_dir), open_peer_version, open_store,
     )  # fmt: skip
+    if repairs:
+        pool.repair_with(Repairs(store, meters, loader.open_source, open_peer_version, peers=peers).mend)
     gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
+    scrubber = Scrubber(pool, compute, meters, bytes_per_second=scrub_bytes_per_second, busy=lambda: gathering.busy)
+    directory = Directory("pool")
     meters.observe(pool)
+    meters.observe_scrubber(scrubber)
     await pool.start(checksums=checksums)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
-        pool, loader, gathering, FusionReading(pool, compute, meters), segment_dir=store.folder,
-        gather_seconds_max=gather_seconds_max, build_version="test",
+        pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
+        segment_dir=store.folder, gather_seconds_max=gather_seconds_max, build_version="test",
     )  # fmt: skip
     register(server, rpcs)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -343,8 +358,9 @@ async def _serve(
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             with Fabric(engram=address) as fabric:
-                yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry)
+                yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry, scrubber)
     finally:
+        await directory.close()
         await pool.drain()
         await server.stop(5)
         await pool.stop(keep_segments=keep_segments)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from treadle.contract import EngramModel, RowLayout
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import head_primes, qwen_ple_model
+from treadle.contract.row_layout import row_layout
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ async def test_tensors_of_another_shape_dtype_or_height_are_refused(
         for name, says in (
             ("narrow", "BF16 [rows, 160] expected, got narrow BF16"), ("other", "got other F16"),
             ("short", f"the hash of ple reaches {rows}"), ("nowhere", "'nowhere', named for the role 0.rows, is not there"),
-            ("a.*", "2 rows, but the hash"),
+            ("a.*", "2 rows in 1 tensor(s), but the hash"), ("a.*.*", "one * stands"),
         ):  # fmt: skip
             request = order(tmp_path / "x.safetensors", ple, None, _0_rows=name)
             assert says in await refused(served, request, grpc.StatusCode.INVALID_ARGUMENT)

@@ -227,7 +227,7 @@ def test_a_checkpoint_brings_its_own_tokenizer_or_the_refusal_says_what_to_give(
         (("load",), "one of --grown FOLDER, --checkpoint PATH and --random"),
         (("load", "--random", "--checkpoint", "x"), "one of --grown FOLDER, --checkpoint PATH and --random"),
         (("load", "--random"), "need --manifest"),
-        (("load", "--random", "--map", "a=b"), "--map names tensors"),
+        (("load", "--random", "--map", "a=b"), "tensors of a checkpoint"),
         (("load", "--random", "--profile", "smollm2-demo"), "needs --tokenizer"),
         (("load", "--grown", "x", "--random"), "one of --grown"),
         (("load", "--grown", "x", "--tokenizer", "y"), "brings its own"),

@@ -163,10 +163,10 @@ def test_headers_only_looks_at_headers(tmp_path: Path, ple: EngramModel, start_p
         version = process.fabric.engram.load_random(ple).version
         assert process.stop() == 0
     flip_byte(segment_of(folder, "ple", version), ROWS_AT)
-    with start_pool(folder, "--verify-on-start", "headers") as process:
+    with start_pool(folder, "--scrub-bytes-per-second", "0") as process:
         assert len(process.fabric.engram.list_models()) == 1
         process.stop()
-    with start_pool(folder) as process:
+    with start_pool(folder, "--verify-on-start", "full") as process:
         assert process.fabric.engram.list_models() == []
         assert "corrupt version set aside" in process.log.read_text()
 

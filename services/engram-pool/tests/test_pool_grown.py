@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from treadle.client import AsyncFabric
 from treadle.contract import DataLoss, EngramModel, NotFound, ResourceExhausted
-from treadle.contract.engram_model import CARD_BYTES_MAX, FUSION_BYTES_MAX, MANIFEST_BYTES_MAX, PRECISIONS
+from treadle.contract.engram_model import CARD_BYTES_MAX, FUSION_BYTES_MAX, MANIFEST_BYTES_MAX
+from treadle.contract.row_layout import PRECISIONS
 from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:

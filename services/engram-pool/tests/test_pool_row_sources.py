@@ -7,7 +7,7 @@ import pytest
 
 from engram_pool.domain.row_sources import BLOCK_ROWS, RandomRows, make_sane
 from treadle.contract import EngramModel, RowLayout, Scale
-from treadle.contract.engram_model import row_layout
+from treadle.contract.row_layout import row_layout
 
 
 def rows_of(model: EngramModel, seed: int, first: int, count: int, layer: int = 0) -> np.ndarray:
@@ -61,6 +61,17 @@ def test_random_int4_rows_have_fp16_scales_above_zero() -> None:
     assert np.array_equal(rows[:, :16], values)
     scales = np.ascontiguousarray(rows[:, 16:]).view("<f2")
     assert (scales.min() >= 2**-7, scales.max() < 2**-3) == (True, True)
+
+
+def test_random_nf4_rows_have_fp32_scales_above_zero_and_one_scale_of_all_rows_takes_no_bytes() -> None:
+    rows = np.random.default_rng(0).integers(0, 256, (4096, 84), dtype=np.uint8)
+    values = rows[:, :80].copy()
+    make_sane(rows, RowLayout(84, 160, "nf4", Scale("fp32", 160)))
+    assert np.array_equal(rows[:, :80], values)
+    scales = np.ascontiguousarray(rows[:, 80:]).view("<f4")
+    assert (scales.min() >= 2**-7, scales.max() < 2**-3) == (True, True)
+    make_sane(rows[:, :80], RowLayout(80, 80, "fp8_e4m3", Scale.of_all_rows(0.5)))
+    assert not np.isin(rows[:, :80], (0x7F, 0xFF)).any()
 
 
 def test_opaque_bytes_stay_as_they_are() -> None:

@@ -376,7 +376,7 @@ def test_an_engram_model_for_another_language_model_is_refused_by_field(tiny: Ca
             row=RowLayout(32, 16, "bf16"),
         )  # fmt: skip
 
-    ple = replace(qwen_ple_model("ple", layer=1, row=RowLayout(32, 16, "bf16")), fusion=Fusion("demo"))
+    ple = replace(qwen_ple_model("ple", layers=(1,), row=RowLayout(32, 16, "bf16")), fusion=Fusion("demo"))
     assert ple.family is Family.QWEN_PLE
     wrong = {"token_map": other(digest="0" * 64), "layers": other(layers=(1, 9)), "fusion": other(form=None), "eos_id": ple}
     for field, refused in wrong.items():

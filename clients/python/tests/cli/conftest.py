@@ -23,8 +23,8 @@ from safetensors.numpy import save_file
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.segments import segment_dir
 from treadle.contract import EngramModel, Fusion, Table
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model
+from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import version_of_rows
 
 HERE = Path(__file__).parent

@@ -14,6 +14,7 @@ import typer
 from treadle.cli import chat, demo, logs, status, up, version
 from treadle.cli.doctor import command as doctor
 from treadle.cli.fabric import POOL
+from treadle.cli.plan import command as plan
 from treadle.cli.plugins import KNOWN, Plugin, plugins
 from treadle.cli.run_folder import RunFolder, home
 from treadle.cli.terminal import print_error
@@ -22,7 +23,7 @@ from treadle.contract.errors import NotFound, TreadleError
 POOL_VARIABLE = "TREADLE_POOL"  # what `treadle pool` takes as the pool's address
 OWN: dict[str, Callable[..., None]] = {
     "up": up.up, "down": up.down, "status": status.status, "logs": logs.logs, "chat": chat.chat, "demo": demo.demo,
-    "doctor": doctor.doctor, "version": version.version,
+    "doctor": doctor.doctor, "plan": plan.plan, "version": version.version,
 }  # fmt: skip
 
 

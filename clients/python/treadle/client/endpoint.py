@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,7 +96,7 @@ class Endpoint:
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.address) from error
 
-    async def aio_stream(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> AsyncIterator[Any]:
+    async def aio_stream(self, method: Callable[..., Any], request: object, timeout_seconds: float) -> AsyncGenerator[Any, None]:
         """`stream` for asyncio. Leaving the iteration cancels the call."""
         call = method(request, timeout=timeout_seconds, metadata=self.metadata)
         try:

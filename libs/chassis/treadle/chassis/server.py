@@ -31,7 +31,7 @@ _OPTIONS = (
 async def run_service(
     service: str, settings: ServerSettings, register: Callable[[grpc.aio.Server], Sequence[str]], *, area: str,
     status: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry, build_version: str,
-    on_drain: Callable[[], Awaitable[None]] | None = None,
+    on_ready: Callable[[str], Awaitable[None]] | None = None, on_drain: Callable[[], Awaitable[None]] | None = None,
 ) -> int:  # fmt: skip
     """Serve until SIGTERM or SIGINT, then drain.
 
@@ -39,6 +39,7 @@ async def run_service(
     register: adds servicers to the server, returns their full protobuf names
     area:     of the metric names, treadle_<area>_rpc_*
     status:   the service's error table
+    on_ready: called with the address that is listened on, host:port, before the ready line
     on_drain: called once the health says NOT_SERVING, before calls in progress are waited for
     Returns the exit code. Raises WrongSetting when an address is taken or a key file is empty.
     """
@@ -58,6 +59,8 @@ async def run_service(
     await server.start()
     for name in ["", *names]:
         await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+    if on_ready is not None:
+        await on_ready(listen)
     print_ready(service, listen, f"{metrics_host}:{exporter.server_port}", build_version)
     await stop.wait()
     log.info("draining", extra={"service": service, "seconds": settings.drain_seconds})

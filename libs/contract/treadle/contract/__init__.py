@@ -1,7 +1,7 @@
 """The words of treadle as types: pure Python and numpy, without I/O, known to every part."""
 
 from treadle.contract.deadline import Deadline
-from treadle.contract.engram_model import EngramModel, Family, Fusion, RowLayout, Scale, Table
+from treadle.contract.engram_model import EngramModel, Family, Fusion, Table
 from treadle.contract.errors import (
     AccessDenied,
     DataLoss,
@@ -17,6 +17,7 @@ from treadle.contract.errors import (
 )
 from treadle.contract.fingerprint import Fingerprint
 from treadle.contract.policy import Late, Transport, WaitPolicy
+from treadle.contract.row_layout import RowLayout, Scale
 from treadle.contract.version import canonical_json, version_of
 from treadle.contract.windows import Windows
 

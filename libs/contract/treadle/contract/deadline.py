@@ -21,6 +21,11 @@ class Deadline:
             raise InvalidArgument(f"a deadline is 0 to 1e9 seconds ahead, got {seconds}")
         return cls((time.monotonic_ns() if now_ns is None else now_ns) + round(seconds * 1e9))
 
+    @classmethod
+    def never(cls) -> Deadline:
+        """No deadline: of a hint, which is worked on while nothing else is to do."""
+        return cls((1 << 63) - 1)
+
     def remaining_seconds(self, *, now_ns: int | None = None) -> float:
         """Seconds left, 0.0 once the moment has passed."""
         return max(0.0, self.slack_of(time.monotonic_ns() if now_ns is None else now_ns))

@@ -6,27 +6,24 @@ nobody derives them differently; `families` makes them for the known families.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from treadle.contract.checks import comma_list, expect, is_int, object_fields, rising
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.fingerprint import Fingerprint
+from treadle.contract.row_layout import RowLayout, Scale
 from treadle.contract.version import canonical_json, check_name, check_version, version_of
 
 SCHEMA = "treadle.engram-model/1"
-ROW_BYTES_MIN, ROW_BYTES_MAX = 16, 4096  # what the gather kernel takes
 LAYERS_MAX, COLUMNS_MAX, ORDER_MAX = 64, 256, 16
 ROWS_MAX = 1 << 40  # rows of one table: offsets in bytes stay below 2^63 at ROW_BYTES_MAX
 MANIFEST_BYTES_MAX = 1 << 20  # a manifest fits one gRPC message
 CARD_BYTES_MAX = 256 << 10  # what a grown memory says of its origin; it travels with every open
 FUSION_BYTES_MAX = 1 << 30  # fusion weights; two layers of a 16,384-wide model with 1,024 inputs take 134 MB in bf16
-VALUE_BITS = {"bf16": 16, "fp16": 16, "fp32": 32, "fp8_e4m3": 8, "u8": 8, "int4": 4}  # by RowLayout.dtype
-SCALE_BYTES = {"ue8m0": 1, "fp16": 2}  # by Scale.dtype
-PRECISIONS = ("bf16", "fp8", "int4")  # what `row_layout` knows
 
 
 class Family(StrEnum):
@@ -38,76 +35,6 @@ class Family(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """Scales packed inline behind a row's values: one for each `block` values, which it multiplies.
-
-    dtype: ue8m0 (1 byte, 2^(b-127)) or fp16 (2 bytes, little-endian)
-    """
-
-    dtype: str
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """How `bytes` opaque bytes are read by the engine: `dim` values of `dtype`, little-endian, then inline scales if any.
-
-    dtype: bf16, fp16, fp32, fp8_e4m3, u8, or int4: two values a byte, the low nibble first, two's complement (-8 to 7)
-    """
-
-    bytes: int
-    dim: int
-    dtype: str
-    scale: Scale | None = None
-
-    def __post_init__(self) -> None:
-        _expect(
-            isinstance(self.dtype, str) and self.dtype in VALUE_BITS,
-            f"row.dtype: one of {sorted(VALUE_BITS)}, got {self.dtype!r}",
-        )
-        _expect(
-            _is_int(self.bytes, ROW_BYTES_MIN, ROW_BYTES_MAX), f"row.bytes: {ROW_BYTES_MIN} to {ROW_BYTES_MAX}, got {self.bytes!r}"
-        )
-        _expect(_is_int(self.dim, 1, ROW_BYTES_MAX), f"row.dim: 1 to {ROW_BYTES_MAX}, got {self.dim!r}")
-        _expect(self.dim * VALUE_BITS[self.dtype] % 8 == 0, f"row.dim: two {self.dtype} values share a byte: even, got {self.dim}")
-        if self.scale is not None:
-            known = isinstance(self.scale.dtype, str) and self.scale.dtype in SCALE_BYTES
-            _expect(known, f"row.scale.dtype: one of {sorted(SCALE_BYTES)}, got {self.scale.dtype!r}")
-            _expect(
-                _is_int(self.scale.block, 1, self.dim) and self.dim % self.scale.block == 0, "row.scale.block: must divide row.dim"
-            )
-        needed = self.value_bytes + self.scale_bytes
-        _expect(self.bytes == needed, f"row.bytes: {self.dim} x {self.dtype} with its scales is {needed} bytes, not {self.bytes}")
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of the values of a row, its scales not counted."""
-        return self.dim * VALUE_BITS[self.dtype] // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales of a row; 0 without."""
-        return 0 if self.scale is None else self.dim // self.scale.block * SCALE_BYTES[self.scale.dtype]
-
-
-def row_layout(precision: str, dim: int) -> RowLayout:
-    """The layout of grown rows: bf16 (2 dim bytes), fp8 (e4m3) or int4 with one fp16 scale a row (dim + 2, dim / 2 + 2 bytes).
-
-    Raises InvalidArgument for another precision, or a dim that makes no row.
-    """
-    _expect(isinstance(precision, str) and precision in PRECISIONS, f"precision: one of {list(PRECISIONS)}, got {precision!r}")
-    _expect(_is_int(dim, 1, ROW_BYTES_MAX), f"dim: 1 to {ROW_BYTES_MAX}, got {dim!r}")
-    dtype = {"bf16": "bf16", "fp8": "fp8_e4m3", "int4": "int4"}[precision]
-    scale = None if precision == "bf16" else Scale("fp16", dim)
-    size = dim * VALUE_BITS[dtype] // 8 + (0 if scale is None else SCALE_BYTES[scale.dtype])
-    _expect(
-        ROW_BYTES_MIN <= size <= ROW_BYTES_MAX,
-        f"dim: {dim} values in {precision} make rows of {size} bytes; rows have {ROW_BYTES_MIN} to {ROW_BYTES_MAX}",
-    )
-    return RowLayout(size, dim, dtype, scale)
-
-
-@dataclass(frozen=True, slots=True)
 class Fusion:
     """How rows enter the hidden state: `form` demo or v4.1, and the digest of the weights file (None: random, seeded)."""
 
@@ -115,7 +42,7 @@ class Fusion:
     weights: str | None = None
 
     def __post_init__(self) -> None:
-        _expect(self.form in ("demo", "v4.1"), f"fusion.form: demo or v4.1, got {self.form!r}")
+        expect(self.form in ("demo", "v4.1"), f"fusion.form: demo or v4.1, got {self.form!r}")
         if self.weights is not None:
             check_version(self.weights)
 
@@ -128,7 +55,7 @@ class Table:
     version: str
 
     def __post_init__(self) -> None:
-        _expect(_is_int(self.rows, 1, ROWS_MAX), f"table.rows: 1 to {ROWS_MAX}, got {self.rows!r}")
+        expect(is_int(self.rows, 1, ROWS_MAX), f"table.rows: 1 to {ROWS_MAX}, got {self.rows!r}")
         check_version(self.version)
 
 
@@ -162,44 +89,42 @@ class EngramModel:
 
     def __post_init__(self) -> None:
         check_name(self.name)
-        _expect(
-            _rising(self.layers, 0, 1 << 16) and 1 <= len(self.layers) <= LAYERS_MAX, f"layers: 1 to {LAYERS_MAX} rising indices"
-        )
-        _expect(_rising(self.orders, 1, ORDER_MAX) and bool(self.orders), f"orders: rising, 1 to {ORDER_MAX}")
-        _expect(_is_int(self.heads, 1, COLUMNS_MAX) and self.columns <= COLUMNS_MAX, f"heads: orders x heads is 1 to {COLUMNS_MAX}")
-        _expect(
+        expect(rising(self.layers, 0, 1 << 16) and 1 <= len(self.layers) <= LAYERS_MAX, f"layers: 1 to {LAYERS_MAX} rising indices")
+        expect(rising(self.orders, 1, ORDER_MAX) and bool(self.orders), f"orders: rising, 1 to {ORDER_MAX}")
+        expect(is_int(self.heads, 1, COLUMNS_MAX) and self.columns <= COLUMNS_MAX, f"heads: orders x heads is 1 to {COLUMNS_MAX}")
+        expect(
             len(self.primes) == len(self.layers) and len(self.multipliers) == len(self.layers),
             "primes, multipliers: one entry a layer",
         )
         for orders in self.primes:
-            _expect(
+            expect(
                 len(orders) == len(self.orders) and all(len(heads) == self.heads for heads in orders),
                 "primes: layer x order x head",
             )
-            _expect(all(_is_int(p, 2, ROWS_MAX) for heads in orders for p in heads), f"primes: 2 to {ROWS_MAX}")
+            expect(all(is_int(p, 2, ROWS_MAX) for heads in orders for p in heads), f"primes: 2 to {ROWS_MAX}")
         for row in self.multipliers:
-            _expect(
-                len(row) == self.order_max and all(_is_int(m, 1, (1 << 63) - 1) for m in row),
+            expect(
+                len(row) == self.order_max and all(is_int(m, 1, (1 << 63) - 1) for m in row),
                 "multipliers: layer x largest order, positive int64",
             )
-        _expect(_is_int(self.pad_id, 0, (1 << 31) - 1), f"pad_id: a token id, got {self.pad_id!r}")
-        _expect((self.eos_id is not None) == (self.family is Family.QWEN_PLE), "eos_id: for qwen-ple, and only there")
-        _expect(self.eos_id is None or _is_int(self.eos_id, 0, (1 << 31) - 1), f"eos_id: a token id, got {self.eos_id!r}")
+        expect(is_int(self.pad_id, 0, (1 << 31) - 1), f"pad_id: a token id, got {self.pad_id!r}")
+        expect((self.eos_id is not None) == (self.family is Family.QWEN_PLE), "eos_id: for qwen-ple, and only there")
+        expect(self.eos_id is None or is_int(self.eos_id, 0, (1 << 31) - 1), f"eos_id: a token id, got {self.eos_id!r}")
         compresses = self.family is not Family.QWEN_PLE
-        _expect(
+        expect(
             (self.token_map is not None) == compresses and (self.compressed_vocab_size is not None) == compresses,
             f"token_map, compressed_vocab_size: {'needed by' if compresses else 'not for'} {self.family}",
         )
         if self.token_map is not None:
             check_version(self.token_map)
-        _expect(
-            self.compressed_vocab_size is None or _is_int(self.compressed_vocab_size, 1, 1 << 31), "compressed_vocab_size: positive"
+        expect(
+            self.compressed_vocab_size is None or is_int(self.compressed_vocab_size, 1, 1 << 31), "compressed_vocab_size: positive"
         )
-        _expect(
+        expect(
             not self.tables or tuple(layer for layer, _ in self.tables) == self.layers, "tables: one for each layer, or none yet"
         )
         for layer, table in self.tables:
-            _expect(
+            expect(
                 table.rows >= self.rows_hashed(layer),
                 f"tables.{layer}: {table.rows} rows, the primes need {self.rows_hashed(layer)}",
             )
@@ -252,12 +177,13 @@ class EngramModel:
         return Fingerprint.of(
             {
                 "family": self.family,
-                "layers": _numbers(self.layers),
-                "orders": _numbers(self.orders),
+                "layers": comma_list(self.layers),
+                "orders": comma_list(self.orders),
                 "heads": self.heads,
                 "row_bytes": self.row.bytes,
                 "row_dim": self.row.dim,
                 "row_dtype": self.row.dtype,
+                "row_scale": self.row.scale.bits if self.row.scale is not None else None,  # the one of all rows
                 "pad_id": self.pad_id,
                 "eos_id": self.eos_id,
                 "compressed_vocab_size": self.compressed_vocab_size,
@@ -272,6 +198,8 @@ class EngramModel:
         row: dict[str, Any] = {"bytes": self.row.bytes, "dim": self.row.dim, "dtype": self.row.dtype}
         if self.row.scale is not None:
             row["scale"] = {"dtype": self.row.scale.dtype, "block": self.row.scale.block}
+            if self.row.scale.bits is not None:
+                row["scale"]["bits"] = self.row.scale.bits
         manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "name": self.name,
@@ -309,12 +237,12 @@ class EngramModel:
     @classmethod
     def from_manifest(cls, manifest: object) -> EngramModel:
         """Read a manifest from JSON values. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
-        fields = _object("manifest", manifest, _REQUIRED, _OPTIONAL)
-        _expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
-        _expect(fields["family"] in list(Family), f"family: one of {[str(f) for f in Family]}, got {fields['family']!r}")
-        row = _object("row", fields["row"], {"bytes", "dim", "dtype"}, {"scale"})
-        scale = _object("row.scale", row["scale"], {"dtype", "block"}, set()) if "scale" in row else None
-        fusion = _object("fusion", fields["fusion"], {"form"}, {"weights"}) if "fusion" in fields else None
+        fields = object_fields("manifest", manifest, _REQUIRED, _OPTIONAL)
+        expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
+        expect(fields["family"] in list(Family), f"family: one of {[str(f) for f in Family]}, got {fields['family']!r}")
+        row = object_fields("row", fields["row"], {"bytes", "dim", "dtype"}, {"scale"})
+        scale = object_fields("row.scale", row["scale"], {"dtype", "block"}, {"bits"}) if "scale" in row else None
+        fusion = object_fields("fusion", fields["fusion"], {"form"}, {"weights"}) if "fusion" in fields else None
         try:
             return cls(
                 name=fields["name"],
@@ -341,36 +269,10 @@ _OPTIONAL = {"eos_id", "compressed_vocab_size", "token_map", "fusion"}
 
 
 def _read_tables(tables: object) -> tuple[tuple[int, Table], ...]:
-    _expect(isinstance(tables, dict) and all(str(key).isdecimal() for key in tables), "tables: an object keyed by layer")
+    expect(isinstance(tables, dict) and all(str(key).isdecimal() for key in tables), "tables: an object keyed by layer")
     assert isinstance(tables, dict)
     read = []
     for key in sorted(tables, key=int):
-        table = _object(f"tables.{key}", tables[key], {"rows", "version"}, set())
+        table = object_fields(f"tables.{key}", tables[key], {"rows", "version"}, set())
         read.append((int(key), Table(table["rows"], table["version"])))
     return tuple(read)
-
-
-def _object(path: str, value: object, required: set[str], optional: set[str]) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{path}: an object expected, got {type(value).__name__}")
-    missing, unknown = required - value.keys(), value.keys() - required - optional
-    _expect(not missing, f"{path}: missing {sorted(missing)}")
-    _expect(not unknown, f"{path}: unknown {sorted(unknown)}")
-    return value
-
-
-def _rising(numbers: tuple[int, ...], low: int, high: int) -> bool:
-    return all(_is_int(n, low, high) for n in numbers) and all(a < b for a, b in itertools.pairwise(numbers))
-
-
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
-def _numbers(values: tuple[int, ...]) -> str:
-    return ",".join(map(str, values))
-
-
-def _expect(condition: bool, message: str) -> None:
-    if not condition:
-        raise InvalidArgument(message)

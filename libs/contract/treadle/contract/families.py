@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from treadle.contract.engram_model import EngramModel, Family, Fusion, RowLayout, Scale
+from treadle.contract.engram_model import EngramModel, Family, Fusion
+from treadle.contract.row_layout import RowLayout, Scale
 
+PLE_SEED = 1234  # of Qwen's published checkpoints
 _GOLDEN = 0x9E3779B97F4A7C15  # SplitMix64's increment, 2^64 / golden ratio
 _WORD = (1 << 64) - 1
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # Miller-Rabin with these is exact below 3.3e24
@@ -26,9 +28,9 @@ def hash_multipliers(vocabulary: int, layer: int, order_max: int, seed: int = 0)
     return tuple(2 * int(r) + 1 for r in drawn)
 
 
-def ple_multipliers(vocabulary: int, order_max: int, index: int = 0) -> tuple[int, ...]:
-    """Odd multipliers of Qwen's PLE layer number `index`, by SplitMix64."""
-    half, base = max(1, ((1 << 63) - 1) // vocabulary // 2), 1234 + 10007 * index
+def ple_multipliers(vocabulary: int, order_max: int, index: int = 0, seed: int = PLE_SEED) -> tuple[int, ...]:
+    """Odd multipliers of Qwen's PLE layer number `index` (0 for the first one), by SplitMix64."""
+    half, base = max(1, ((1 << 63) - 1) // vocabulary // 2), seed + 10007 * index
     return tuple(2 * (_splitmix64((base + _GOLDEN * (i + 1)) & _WORD) % half) + 1 for i in range(order_max))
 
 
@@ -72,12 +74,16 @@ def deepseek_v41_model(
 
 
 def qwen_ple_model(
-    name: str, *, layer: int = 0, eos_id: int = 248_044, vocabulary: int = 248_320, prime_base: int = 20_000_000, row: RowLayout,
+    name: str, *, layers: Sequence[int] = (0,), eos_id: int = 248_044, vocabulary: int = 248_320, prime_base: int = 20_000_000,
+    order_max: int = 3, heads: int = 8, row: RowLayout, seed: int = PLE_SEED,
 ) -> EngramModel:  # fmt: skip
-    """A template of the `qwen-ple` family: raw token ids, one layer, EOS is both pad and segment boundary."""
+    """A template of the `qwen-ple` family: raw token ids, EOS is both pad and segment boundary; as published one layer, 16 rows."""
+    orders = tuple(range(2, order_max + 1))
     return EngramModel(
-        name=name, family=Family.QWEN_PLE, layers=(layer,), orders=(2, 3), heads=8, primes=head_primes([prime_base] * 2, 1, 8),
-        multipliers=(ple_multipliers(vocabulary, 3),), pad_id=eos_id, eos_id=eos_id, row=row,
+        name=name, family=Family.QWEN_PLE, layers=tuple(layers), orders=orders, heads=heads,
+        primes=head_primes([prime_base] * len(orders), len(layers), heads),
+        multipliers=tuple(ple_multipliers(vocabulary, order_max, index, seed) for index in range(len(layers))),
+        pad_id=eos_id, eos_id=eos_id, row=row,
     )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument
+from treadle.contract.version import canonical_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class Fingerprint:
     def as_dict(self) -> dict[str, str]:
         """The fields as a new dictionary."""
         return dict(self.fields)
+
+    @property
+    def digest(self) -> bytes:
+        """sha256 of the fields, 32 bytes: what stands for them in frames."""
+        return hashlib.sha256(canonical_json(self.as_dict())).digest()
 
     def require(self, expected: Mapping[str, str]) -> None:
         """Check that every field of `expected` is here with that value.

@@ -7,85 +7,60 @@ Does not decide what happens to rows that are late (the caller's `WaitPolicy`), 
 from __future__ import annotations
 
 import os
+import threading
+import time
 import weakref
-from importlib import import_module
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.dataplane import admission as rule
 from treadle.dataplane import fallback
+from treadle.dataplane.engine import Engine, EngineTicket, make_engine
+from treadle.dataplane.extension import IMPLEMENTATION, Implementation, native_module
+from treadle.dataplane.fallback_admission import QueueOptions
+from treadle.dataplane.faults import error_of
+from treadle.dataplane.tenants import NOBODY, PythonLedger, Tenants
 from treadle.kernels import HashPlan
 from treadle.kernels.arguments import check_gather, check_lookup
 
 WORKERS_MAX = 64  # threads of one queue; more than a socket's cores only take turns
 TICKETS_MAX = 1 << 16  # queued tickets of one queue, each some hundred bytes beside its arrays
 PIECE_ROWS_MAX = 1 << 16  # rows of one piece: some milliseconds, what an earlier deadline or a cancel may have to wait
-RETRY_SECONDS_MIN = 0.001  # how soon a refused caller may come again when nothing has been measured yet
-
-Implementation = Literal["native", "python"]
-
-
-class _Ticket(Protocol):
-    @property
-    def submitted_ns(self) -> int: ...
-    @property
-    def started_ns(self) -> int: ...
-    @property
-    def finished_ns(self) -> int: ...
-    @property
-    def ended(self) -> bool: ...
-    @property
-    def cancelled(self) -> bool: ...
-    def wait(self, seconds: float) -> bool: ...
-    def cancel(self) -> int: ...
-    def fileno(self) -> int: ...
-    def close(self) -> None: ...
+HINTS_MAX = 1 << 12  # queued tickets without a deadline
+PIECE_SECONDS_MAX = 1.0
+RESERVE_SECONDS_MAX = 3600.0  # a reserve that is not renewed ends
+RESERVE_NAME_MAX = 128
 
 
-class _Engine(Protocol):
-    def submit_lookup(
-        self, plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8], deadline_ns: int, /
-    ) -> _Ticket | None: ...
-    def submit_gather(
-        self, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], deadline_ns: int, /
-    ) -> _Ticket | None: ...
-    def stats(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Bandwidth of this host's memory, bytes copied a second: kept for others by all reserves together, and left to rows."""
 
-
-def _native() -> Any:
-    """The extension module, or None where it was not built. TREADLE_DATAPLANE=python leaves it, native insists on it."""
-    asked = os.environ.get("TREADLE_DATAPLANE", "")
-    if asked not in ("", "native", "python"):
-        raise InvalidArgument(f"TREADLE_DATAPLANE: native or python, got {asked!r}")
-    if asked == "python":
-        return None
-    try:
-        return import_module("treadle.dataplane._native")
-    except ImportError:
-        if asked == "native":
-            raise
-        return None
-
-
-_NATIVE = _native()
-IMPLEMENTATION: Implementation = "python" if _NATIVE is None else "native"
+    reserved_bytes_per_second: int
+    left_bytes_per_second: int
 
 
 class DeadlineQueue:
     """Runs lookups and gathers on worker threads, earliest deadline first. A context manager; close it in the end.
 
-    A ticket is done in pieces of at most `piece_rows` rows (at least one token); each idle worker takes the next piece of the
-    ticket with the earliest deadline, so that a later ticket with an earlier deadline overtakes at the next piece.
-    Workers never wait for each other. Equal deadlines run in the order of submission.
+    A ticket is done in pieces; each idle worker takes the next piece of the ticket with the earliest deadline, so that a later
+    ticket with an earlier deadline overtakes at the next piece. Workers never wait for each other. Equal deadlines run in the order
+    of submission. A ticket with the deadline `Deadline.never()` is a hint: it runs while nothing with a deadline waits.
 
     workers:        threads of this queue, 1 to WORKERS_MAX
     tickets_max:    queued tickets (pieces left that no worker has taken), 1 to TICKETS_MAX
-    piece_rows:     rows of one piece, 1 to PIECE_ROWS_MAX
+    piece_rows:     rows of one piece at most, 1 to PIECE_ROWS_MAX (at least one token)
+    piece_seconds:  time of one piece at most, by the costs measured; pieces of 64 rows are never cut further
+    hints_max:      queued hints, 1 to HINTS_MAX
+    admission:      refuse a ticket at once when it would be late, or would make one late that was admitted
+    order:          "edf", or "fifo" (first come, first served) to compare with; fifo goes without admission
+    tenants:        whose quotas and shares tickets are taken off; None: one tenant without limits
     implementation: for comparisons; "native" raises Unavailable where the extension was not built
 
     Raises InvalidArgument outside these limits, ResourceExhausted when the system grants no more threads. May be used from any
@@ -93,21 +68,39 @@ class DeadlineQueue:
     """
 
     def __init__(
-        self, *, workers: int = 1, tickets_max: int = 1024, piece_rows: int = 1024, implementation: Implementation = IMPLEMENTATION
-    ) -> None:
+        self, *, workers: int = 1, tickets_max: int = 1024, piece_rows: int = 1024, piece_seconds: float = 100e-6, hints_max: int = 64,
+        admission: bool = False, order: Literal["edf", "fifo"] = "edf", tenants: Tenants | None = None,
+        implementation: Implementation = IMPLEMENTATION,
+    ) -> None:  # fmt: skip
         _check_limit("workers", workers, WORKERS_MAX)
         _check_limit("tickets_max", tickets_max, TICKETS_MAX)
         _check_limit("piece_rows", piece_rows, PIECE_ROWS_MAX)
-        self._workers, self._tickets_max, self._process_id = workers, tickets_max, os.getpid()
+        _check_limit("hints_max", hints_max, HINTS_MAX)
+        if not 1e-6 <= piece_seconds <= PIECE_SECONDS_MAX:
+            raise InvalidArgument(f"piece_seconds: 1e-6 to {PIECE_SECONDS_MAX}, got {piece_seconds!r}")
+        if order not in ("edf", "fifo") or (order == "fifo" and admission):
+            raise InvalidArgument(f"order: edf, or fifo without admission, got {order!r}")
+        self.tenants = tenants or Tenants(implementation=implementation)
+        if isinstance(self.tenants.ledger, PythonLedger) != (implementation == "python"):
+            raise InvalidArgument(f"tenants: made for another implementation than this queue's, {implementation}")
+        self._workers, self._process_id = workers, os.getpid()
+        self._copy_bandwidth, self._measuring = 0, threading.Lock()
+        options = QueueOptions(workers, tickets_max, piece_rows, round(piece_seconds * 1e9), order == "fifo", admission, hints_max)
         try:
-            self._engine = _make_engine(implementation, workers, tickets_max, piece_rows)
+            self._engine = make_engine(implementation, options, self.tenants)
         except (OSError, RuntimeError) as error:
             raise ResourceExhausted(f"workers: the system grants no {workers} threads: {error}") from error
         # Runs when the queue is forgotten and when the interpreter exits, whichever is first: no thread outlives either.
         self._closing = weakref.finalize(self, _close_engine, self._engine, self._process_id)
 
     def submit_lookup(
-        self, plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8], deadline: Deadline
+        self,
+        plan: HashPlan,
+        table: NDArray[np.uint8],
+        windows: Windows,
+        out: NDArray[np.uint8],
+        deadline: Deadline,
+        tenant: int = NOBODY,
     ) -> Ticket:
         """Hash `windows` and gather their rows; returns at once.
 
@@ -115,14 +108,15 @@ class DeadlineQueue:
         windows: T tokens; its arrays must not change until the ticket is done
         out:     [T, C, row_bytes] uint8, C-contiguous, owned by the caller, overwritten until the ticket is done
 
-        Raises the errors of `treadle.kernels.lookup` with `out` untouched; ResourceExhausted when `tickets_max` are queued;
-        Unavailable once the queue is closed.
+        Raises the errors of `treadle.kernels.lookup` with `out` untouched; ResourceExhausted, saying when to try again, for want of
+        room, quota or share; DeadlineExceeded with the predicted finish when it would be late; Unavailable once the queue is closed.
         """
         check_lookup(plan, table, windows, out)
-        return self._ticket(self._open_engine().submit_lookup(plan, table, windows, out, _checked_ns(deadline)), deadline, out)
+        deadline_ns, engine = _checked_ns(deadline), self._open_engine()
+        return self._ticket(engine.submit_lookup(plan, table, windows, out, deadline_ns, self._index(tenant)), deadline, out)
 
     def submit_gather(
-        self, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline
+        self, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline, tenant: int = NOBODY
     ) -> Ticket:
         """Copy table[rows] into `out`; returns at once.
 
@@ -130,16 +124,57 @@ class DeadlineQueue:
         rows:  [...] int64, C-contiguous; must not change until the ticket is done
         out:   [..., row_bytes] uint8, C-contiguous, owned by the caller, overwritten until the ticket is done
 
-        Raises the errors of `treadle.kernels.gather_rows` with `out` untouched; ResourceExhausted when `tickets_max` are
-        queued; Unavailable once the queue is closed.
+        Raises the errors of `treadle.kernels.gather_rows` with `out` untouched, and what `submit_lookup` raises beside its own.
         """
         check_gather(table, rows, out)
-        return self._ticket(self._open_engine().submit_gather(table, rows, out, _checked_ns(deadline)), deadline, out)
+        deadline_ns, engine = _checked_ns(deadline), self._open_engine()
+        return self._ticket(engine.submit_gather(table, rows, out, deadline_ns, self._index(tenant)), deadline, out)
 
-    def stats(self) -> dict[str, float]:
-        """Counters: tickets_total, pieces_total, queued (tickets with pieces left), busy_seconds (summed over the workers)."""
+    def reserve(self, name: str, bytes_per_second: int, seconds: float) -> Reserved:
+        """Keep bandwidth of this host's memory free for other traffic; rows are admitted and paced to what is left.
+
+        name:             who asks, up to RESERVE_NAME_MAX characters; a second reserve of the same name replaces the first
+        bytes_per_second: bytes copied a second; 0 gives it back
+        seconds:          above 0, up to RESERVE_SECONDS_MAX; the reserve ends by itself
+        The first call measures the bandwidth, some 30 ms. Raises InvalidArgument, and ResourceExhausted where less than a tenth
+        would be left to rows.
+        """
+        if not 0 < len(name) <= RESERVE_NAME_MAX or bytes_per_second < 0 or not 0 < seconds <= RESERVE_SECONDS_MAX:
+            raise InvalidArgument(
+                f"reserve: a name of 1 to {RESERVE_NAME_MAX} characters, a rate of at least 0 and up to {RESERVE_SECONDS_MAX:g} s expected"
+            )
+        engine, total = self._open_engine(), self._measured_bandwidth()
+        until_ns = time.monotonic_ns() + round(seconds * 1e9)
+        if not engine.reserve(name, total, min(bytes_per_second, (1 << 63) - 1), until_ns):
+            reserved = engine.stats()["reserved_bytes_per_second"]
+            raise ResourceExhausted(
+                f"reserve: {bytes_per_second} B/s more than the {reserved} reserved leaves rows too little of the {total} that this "
+                f"memory copies, or {rule.RESERVES_MAX} names reserve already"
+            )
+        return self.reserved()
+
+    def reserved(self) -> Reserved:
+        """What all reserves keep now, and what is left; 0 left: not measured, as nothing was ever reserved."""
+        reserved = int(self._engine.stats()["reserved_bytes_per_second"])
+        return Reserved(reserved, max(0, self._copy_bandwidth - reserved))
+
+    def row_seconds(self, row_bytes: int, rows: int, tier: rule.Tier = rule.Tier.MEMORY) -> float:
+        """What a row costs now, as admission believes, in a piece of `rows` rows."""
+        return self._engine.row_ns(tier, row_bytes, rows) / 1e9
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: tickets_total, pieces_total, queued (tickets with pieces left), busy_seconds (summed over the workers),
+        reserved_bytes_per_second, prediction_error_sum (parts of the time that a ticket took) and prediction_errors (a count for each of
+        `PREDICTION_ERROR_PARTS` and one beyond)."""
         self.check_process()
         return self._engine.stats()
+
+    def native_engine(self) -> Any:
+        """The native queue, for doors that submit to it from threads of their own. Raises Unavailable for a `python` queue."""
+        engine = self._open_engine()
+        if isinstance(engine, fallback.Engine):
+            raise Unavailable("queue: a native one is needed here; build the extension, or unset TREADLE_DATAPLANE")
+        return engine
 
     def close(self) -> None:
         """Cancel what is queued, wait for the pieces in flight, join the threads. A second call does nothing."""
@@ -158,20 +193,30 @@ class DeadlineQueue:
                 f"queue: made in process {self._process_id}, used in its fork {os.getpid()}; start processes with the spawn method"
             )
 
-    def _open_engine(self) -> _Engine:
+    def _open_engine(self) -> Engine:
         self.check_process()
         if not self._closing.alive:
             raise Unavailable("queue: closed")
         return self._engine
 
-    def _ticket(self, ticket: _Ticket | None, deadline: Deadline, out: NDArray[np.uint8]) -> Ticket:
-        if ticket is not None:
-            return Ticket(self, ticket, deadline, out.size // out.shape[-1])
-        stats = self._engine.stats()
-        seconds = stats["busy_seconds"] / max(1, stats["tickets_total"]) / self._workers  # until the next place is free
-        raise ResourceExhausted(
-            f"queue: {self._tickets_max} tickets are queued, the limit tickets_max", max(RETRY_SECONDS_MIN, seconds)
-        )
+    def _index(self, tenant: int) -> int:
+        if not 0 <= tenant < len(self.tenants.limits):
+            raise InvalidArgument(f"tenant: 0 to {len(self.tenants.limits) - 1}, got {tenant!r}")
+        return tenant
+
+    def _measured_bandwidth(self) -> int:
+        with self._measuring:
+            if not self._copy_bandwidth:
+                native = not isinstance(self._engine, fallback.Engine)
+                threads = min(WORKERS_MAX, os.cpu_count() or 1)
+                self._copy_bandwidth = native_module().measure_copy_bandwidth(threads) if native else rule.measure_copy_bandwidth()
+            return self._copy_bandwidth
+
+    def _ticket(self, answer: EngineTicket | rule.Verdict, deadline: Deadline, out: NDArray[np.uint8]) -> Ticket:
+        reason = getattr(answer, "reason", None)
+        if reason is None:
+            return Ticket(self, cast("EngineTicket", answer), deadline, out.size // out.shape[-1])
+        raise rule.refusal(cast("rule.Verdict", answer), "queue", time.monotonic_ns(), deadline.at_ns)
 
 
 class Ticket:
@@ -182,7 +227,7 @@ class Ticket:
 
     __slots__ = ("_queue", "_row_count", "_ticket", "deadline")
 
-    def __init__(self, queue: DeadlineQueue, ticket: _Ticket, deadline: Deadline, row_count: int) -> None:
+    def __init__(self, queue: DeadlineQueue, ticket: EngineTicket, deadline: Deadline, row_count: int) -> None:
         self._queue, self._ticket, self._row_count, self.deadline = queue, ticket, row_count, deadline
 
     @property
@@ -201,24 +246,33 @@ class Ticket:
         return self._ticket.finished_ns
 
     @property
+    def predicted_ns(self) -> int:
+        """When admission expected it to finish as it was submitted; 0: a queue without admission."""
+        return self._ticket.predicted_ns
+
+    @property
     def done(self) -> bool:
         """Nothing more will be written to `out`: all rows are there, unless `cancelled`."""
         return self._ticket.ended
 
     @property
     def cancelled(self) -> bool:
-        """It ended by `cancel()` or by the queue's `close()` before all rows were there."""
+        """It ended by `cancel()`, by the queue's `close()` or by a fault before all rows were there."""
         return self._ticket.cancelled
 
     def wait(self, seconds: float) -> bool:
         """True once all rows are there; False when it was cancelled, or after `seconds`. Other Python threads run meanwhile.
 
-        Raises InvalidArgument for more than WAIT_SECONDS_MAX: a missing row never hangs a token.
+        Raises InvalidArgument for more than WAIT_SECONDS_MAX (a missing row never hangs a token), and the error of the tier
+        that ended it: DataLoss for a truncated or damaged table, Unavailable for one that is gone.
         """
         if not 0 <= seconds <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"seconds: 0 to {WAIT_SECONDS_MAX}, got {seconds}")
         self._queue.check_process()
-        return self._ticket.wait(seconds)
+        came = self._ticket.wait(seconds)
+        if not came and self._ticket.fault:
+            raise error_of(self._ticket.fault, "gather")
+        return came
 
     def cancel(self) -> NDArray[np.bool_]:
         """Start no further piece, wait for those in flight, say which rows are there: [rows, flat] bool.
@@ -247,18 +301,7 @@ class Ticket:
         self._ticket.close()
 
 
-def _make_engine(implementation: Implementation, workers: int, tickets_max: int, piece_rows: int) -> _Engine:
-    if implementation == "python":
-        return fallback.Engine(workers, tickets_max, piece_rows)
-    if _NATIVE is None:
-        raise Unavailable(
-            "dataplane: the native extension is not there; build it with a C++20 compiler, or unset TREADLE_DATAPLANE"
-        )
-    engine: _Engine = _NATIVE.Engine(workers, tickets_max, piece_rows)
-    return engine
-
-
-def _close_engine(engine: _Engine, process_id: int) -> None:
+def _close_engine(engine: Engine, process_id: int) -> None:
     if os.getpid() == process_id:  # a forked child has no threads to join
         engine.close()
 

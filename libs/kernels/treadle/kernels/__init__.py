@@ -1,6 +1,7 @@
 """Leaf kernels: n-gram hash, gather, fused lookup, reading rows as numbers, CRC32C; native where built, numpy elsewhere.
 
-Owns loops over arrays and segment files (`treadle.kernels.segment`). `quantise`, which writes rows offline, is numpy alone. No threads, no sockets, no knowledge of services.
+Owns loops over arrays, segment files (`treadle.kernels.segment`), batches without repeats (`.dedup`) and where memory lies (`.numa`).
+`quantise`, which writes rows offline, is numpy alone. No threads, no sockets, no knowledge of services.
 `TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
 """
 
@@ -11,9 +12,13 @@ from typing import TYPE_CHECKING, Literal
 
 from treadle.contract import InvalidArgument
 from treadle.kernels.hash_plan import HashPlan
+from treadle.kernels.prefetch import Calibration, calibrate_prefetch
 from treadle.kernels.quantise import quantise
 
-__all__ = ["IMPLEMENTATION", "HashPlan", "crc32c", "dequantise", "gather_rows", "lookup", "quantise", "row_ids"]
+__all__ = [
+    "IMPLEMENTATION", "Calibration", "HashPlan", "calibrate_prefetch", "crc32c", "dequantise", "gather_rows", "lookup", "quantise",
+    "row_ids", "spread", "unique_rows",
+]  # fmt: skip
 
 
 def _chosen() -> Literal["native", "numpy"]:
@@ -36,6 +41,6 @@ def _chosen() -> Literal["native", "numpy"]:
 IMPLEMENTATION: Literal["native", "numpy"] = _chosen()
 
 if TYPE_CHECKING or IMPLEMENTATION == "numpy":
-    from treadle.kernels.reference import crc32c, dequantise, gather_rows, lookup, row_ids
+    from treadle.kernels.reference import crc32c, dequantise, gather_rows, lookup, row_ids, spread, unique_rows
 else:
-    from treadle.kernels.native import crc32c, dequantise, gather_rows, lookup, row_ids
+    from treadle.kernels.native import crc32c, dequantise, gather_rows, lookup, row_ids, spread, unique_rows

@@ -3,6 +3,12 @@
 import numpy as np
 from numpy.typing import NDArray
 
+DONE: int
+UNREADABLE: int
+"""A page of the table could not be read (SIGBUS); what was written to `out` is undefined."""
+REFUSED: int
+"""An argument is not what is documented; nothing was read or written."""
+
 class Plan:
     """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
 
@@ -32,7 +38,7 @@ def row_ids(
     """False, with `out` untouched, if a token id is out of range."""
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
-    """-1, or with `out` untouched the flat position of the first id out of range."""
+    """DONE, UNREADABLE, REFUSED, or with `out` untouched the flat position of the first id out of range. Checks its arguments itself."""
 
 def lookup(
     plan: Plan,
@@ -43,8 +49,32 @@ def lookup(
     dead: NDArray[np.bool_] | None,
     lookback_dead: NDArray[np.bool_] | None,
     out: NDArray[np.uint8],
-) -> bool:
-    """False, with `out` untouched, if a token id is out of range."""
+) -> int:
+    """DONE, UNREADABLE, or with `out` untouched 0 if a token id is out of range."""
 
-def dequantise(values: int, scales: int, dim: int, block: int, rows: NDArray[np.uint8], out: NDArray[np.float32]) -> None: ...
-def crc32c(data: NDArray[np.uint8], crc: int) -> int: ...
+def dequantise(
+    values: int, scales: int, dim: int, block: int, scale: float, rows: NDArray[np.uint8], out: NDArray[np.float32]
+) -> None:
+    """`scale` is read where `scales` says that all rows have one."""
+
+def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
+    """None: a page could not be read."""
+
+DEDUP_ROWS_MAX: int
+
+def unique_rows(rows: NDArray[np.int64], unique: NDArray[np.int64], inverse: NDArray[np.int32]) -> int:
+    """U: how much of `unique` [n] was written. Raises MemoryError."""
+
+def spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[np.uint8]) -> None: ...
+
+PREFETCH_ROWS: int
+PREFETCH_ROWS_MAX: int
+
+def prefetch_rows() -> int:
+    """Rows ahead that a gather asks for: one number for the process, PREFETCH_ROWS until it is set."""
+
+def set_prefetch_rows(ahead: int) -> None:
+    """1 to PREFETCH_ROWS_MAX."""
+
+def time_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], ahead: int) -> int:
+    """Nanoseconds of one gather; -1: a page of the table could not be read."""

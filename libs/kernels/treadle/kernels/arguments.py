@@ -8,11 +8,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Windows
-from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN
+from treadle.contract import DataLoss, InvalidArgument, RowLayout, RowOutOfRange, Windows
+from treadle.contract.row_layout import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.kernels.hash_plan import HashPlan
 
-_INT64, _UINT8, _FLOAT32 = np.dtype(np.int64), np.dtype(np.uint8), np.dtype(np.float32)
+DEDUP_ROWS_MAX = 1 << 30  # ids of one batch without repeats: their positions fit int32
+
+_INT64, _INT32, _UINT8, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.uint8), np.dtype(np.float32)
 
 
 def check_lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
@@ -46,6 +48,22 @@ def check_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray
     bad = (rows < 0) | (rows >= table.shape[0])
     if bad.any():
         raise row_out_of_range(rows, int(np.argmax(bad)), table.shape[0])
+
+
+def check_dedup(rows: NDArray[np.int64]) -> None:
+    """All checks of `unique_rows`. Raises InvalidArgument."""
+    check_array("rows", rows, _INT64, None)
+    if rows.size > DEDUP_ROWS_MAX:
+        raise InvalidArgument(f"rows: at most {DEDUP_ROWS_MAX} ids at once, got {rows.size}")
+
+
+def check_spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+    """All checks of `spread`. Raises InvalidArgument."""
+    row_bytes = check_table(fetched)
+    check_array("inverse", inverse, _INT32, None)
+    check_array("out", out, _UINT8, (inverse.size, row_bytes), writeable=True)
+    if inverse.size and not 0 <= inverse.min() <= inverse.max() < len(fetched):
+        raise InvalidArgument(f"inverse: positions below {len(fetched)}, the number of rows fetched, expected")
 
 
 def row_ids_out(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None) -> NDArray[np.int64]:
@@ -122,6 +140,14 @@ def check_array(
 def row_out_of_range(rows: NDArray[np.int64], at: int, row_count: int) -> RowOutOfRange:
     """The error for the id at flat position `at`."""
     return RowOutOfRange(f"rows: id {rows.reshape(-1)[at]} at {at} (of {rows.size}) lies outside the table's {row_count} rows")
+
+
+def unreadable(name: str) -> DataLoss:
+    """The error for a mapping one of whose pages could not be read."""
+    return DataLoss(
+        f"{name}: a page of it cannot be read: the file behind it was truncated, or its memory failed. "
+        "What was written to out is undefined; open that version again"
+    )
 
 
 def _described(array: object) -> str:

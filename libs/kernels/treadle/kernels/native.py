@@ -10,16 +10,17 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Family, RowLayout, Windows
+from treadle.contract import Family, InvalidArgument, ResourceExhausted, RowLayout, Windows
 from treadle.kernels import _native, arguments
 from treadle.kernels.crc_reference import BytesLike, flat_bytes
 from treadle.kernels.hash_plan import HashPlan
 
-__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids", "spread", "unique_rows"]
 
 _FAMILY = {Family.DEMO: 0, Family.DEEPSEEK_V41: 1, Family.QWEN_PLE: 2}  # the header's enum
-_VALUES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3, "u8": 4, "int4": 5}  # likewise
-_SCALES = {"ue8m0": 1, "fp16": 2}  # 0: none
+_VALUES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3, "u8": 4, "int4": 5, "nf4": 6}  # likewise
+_SCALES = {"ue8m0": 1, "fp16": 2, "fp32": 3}  # inline ones
+_NO_SCALE, _ALL_ROWS = 0, 4
 _plans: WeakKeyDictionary[HashPlan, _native.Plan] = WeakKeyDictionary()
 
 
@@ -36,33 +37,67 @@ def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = No
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """Copy table[rows] into out; see `reference.gather_rows`."""
-    arguments.check_gather_shapes(table, rows, out)
-    bad = _native.gather_rows(table, rows, out)
-    if bad >= 0:
-        raise arguments.row_out_of_range(rows, bad, table.shape[0])
+    state = _native.gather_rows(table, rows, out)
+    if state != _native.DONE:
+        raise _gather_error(state, table, rows, out)
 
 
 def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
     """Hash and gather in one pass; see `reference.lookup`."""
     arguments.check_lookup_shapes(plan, table, windows, out)
-    if not _native.lookup(
+    state = _native.lookup(
         _native_plan(plan), table, windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
-    ):
+    )
+    if state == _native.UNREADABLE:
+        raise arguments.unreadable("table")
+    if state != _native.DONE:
         arguments.check_tokens(plan, windows)  # finds it again and names it
 
 
 def dequantise(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
     """Read rows as numbers; see `dequantise_reference.dequantise`."""
     out = arguments.dequantise_out(rows, layout, out)
-    scale = layout.scale
-    scales, block = (0, layout.dim) if scale is None else (_SCALES[scale.dtype], scale.block)
-    _native.dequantise(_VALUES[layout.dtype], scales, layout.dim, block, rows, out)
+    scales, block, factor = _NO_SCALE, layout.dim, 1.0
+    if layout.inline_scale is not None:
+        scales, block = _SCALES[layout.inline_scale.dtype], layout.inline_scale.block
+    elif layout.scale is not None:
+        scales, factor = _ALL_ROWS, layout.scale.value
+    _native.dequantise(_VALUES[layout.dtype], scales, layout.dim, block, factor, rows, out)
     return out
 
 
 def crc32c(data: BytesLike, crc: int = 0) -> int:
     """CRC32C of `data`, going on from `crc`; see `crc_reference.crc32c`."""
-    return _native.crc32c(flat_bytes(data, crc), crc)
+    after = _native.crc32c(flat_bytes(data, crc), crc)
+    if after is None:
+        raise arguments.unreadable("data")
+    return after
+
+
+def unique_rows(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Ids without repeats, and where each went; see `dedup_reference.unique_rows`."""
+    arguments.check_dedup(rows)
+    unique, inverse = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
+    try:
+        found = _native.unique_rows(rows, unique, inverse)
+    except MemoryError as error:
+        raise ResourceExhausted(f"rows: no memory for a table of {rows.size} ids; ask for fewer at once") from error
+    return unique[:found], inverse
+
+
+def spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[np.uint8]) -> None:
+    """Copy fetched[inverse] into out; see `dedup_reference.spread`."""
+    arguments.check_spread(fetched, inverse, out)
+    _native.spread(fetched, inverse, out)
+
+
+def _gather_error(state: int, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> Exception:
+    if state >= 0:
+        return arguments.row_out_of_range(rows, state, table.shape[0])
+    if state == _native.UNREADABLE:
+        return arguments.unreadable("table")
+    arguments.check_gather_shapes(table, rows, out)  # names what is wrong
+    return InvalidArgument("table, rows, out: arrays of uint8, int64 and uint8 in this machine's own types expected")
 
 
 def _native_plan(plan: HashPlan) -> _native.Plan:

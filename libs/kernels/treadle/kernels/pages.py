@@ -5,8 +5,11 @@ Owns the differences between disk, tmpfs and hugetlbfs. Knows nothing of what th
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,14 +19,22 @@ from numpy.typing import NDArray
 from treadle.contract import InvalidArgument
 
 HUGE_PAGE_BYTES = 2 << 20  # x86-64 and arm64 with 4 KiB base pages
-POPULATE_BYTES = 256 << 20  # entered at a time: other threads get their turn in between
+MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs")
+DEVICE = "device"  # what `file_system` says of a character device: memory that no file system manages
 _MADV_POPULATE_READ = 22  # linux/mman.h; Python's mmap has no name for it
+_LIBC = ctypes.CDLL(None, use_errno=True)  # Python's own madvise keeps the GIL
 _COVERED = 0.9  # of the resident bytes must be mapped by huge pages before we say so: a few small ones at the ends do not matter
 
 
 def file_system(descriptor: int) -> str:
-    """Type of the file system that holds an open file ("tmpfs", "ext4", ...), or "unknown" where the mount table does not tell."""
-    device = os.fstat(descriptor).st_dev
+    """Type of the file system that holds an open file ("tmpfs", "ext4", ...), or "unknown" where the mount table does not tell.
+
+    DEVICE for a character device, whatever its node lies on.
+    """
+    status = os.fstat(descriptor)
+    if stat.S_ISCHR(status.st_mode):
+        return DEVICE
+    device = status.st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     found = "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -65,15 +76,15 @@ class FileBytes:
             self._mapping = None
 
 
-def map_for_gather(descriptor: int, size: int) -> mmap.mmap:
-    """Map a file read-only and shared, advised for scattered small reads.
+def map_for_gather(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
+    """Map `size` bytes of a file or device from `offset` on, read-only and shared, advised for scattered small reads.
 
     On disk, fault readahead would fetch about a thousand times the bytes asked for: MADV_RANDOM. Memory file systems have
     no readahead; there huge pages matter, and MADV_HUGEPAGE lets tmpfs use them where it is mounted with huge=advise.
     """
-    mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    mapping = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
     match file_system(descriptor):
-        case "hugetlbfs":
+        case "hugetlbfs" | "device":
             pass
         case "tmpfs":
             _advise(mapping, mmap.MADV_HUGEPAGE)
@@ -87,20 +98,21 @@ def will_need(mapping: mmap.mmap, start: int, length: int) -> None:
     mapping.madvise(mmap.MADV_WILLNEED, start, length)
 
 
-def populate(mapping: mmap.mmap, file_system_type: str) -> bool:
-    """Enter the pages of a memory file system into this process's page table now, so that no gather meets a page fault.
+def enter_pages(span: NDArray[np.uint8]) -> bool:
+    """Enter the pages that hold `span` (uint8 [n], over a mapping) into this process's page table, so that no gather meets a fault.
 
     A first touch costs a fault (about a microsecond) for each page otherwise; entering them costs 8 bytes of page table for each.
-    False for files on disk, whose pages are to stay evictable, and where the kernel (before 5.14) cannot.
+    Drops the GIL, and takes the kernel's lock for reading: gathers go on. Returns False where the kernel (before 5.14) cannot.
+    The span keeps its mapping alive: nothing is unmapped meanwhile. Raises OSError where a page cannot be had.
     """
-    if file_system_type not in ("tmpfs", "hugetlbfs"):
+    first = span.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
+    size = -(-(span.ctypes.data + span.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE - first
+    if _LIBC.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_POPULATE_READ) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS):  # an older kernel, or memory that it maps page by page: the first touches pay
         return False
-    for begin in range(0, len(mapping), POPULATE_BYTES):
-        try:
-            mapping.madvise(_MADV_POPULATE_READ, begin, min(POPULATE_BYTES, len(mapping) - begin))
-        except OSError:  # an older kernel: the first touches pay
-            return False
-    return True
+    raise OSError(code, os.strerror(code))
 
 
 def mapped_page_bytes(address: int, smaps: Path = Path("/proc/self/smaps")) -> int:

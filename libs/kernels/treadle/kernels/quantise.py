@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, RowLayout
-from treadle.contract.engram_model import PRECISIONS, row_layout
+from treadle.contract.row_layout import PRECISIONS, row_layout
 from treadle.kernels import arguments
 
 __all__ = ["quantise"]

@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 from treadle.contract import Family, Windows
 from treadle.kernels import arguments
 from treadle.kernels.crc_reference import crc32c
+from treadle.kernels.dedup_reference import spread, unique_rows
 from treadle.kernels.dequantise_reference import dequantise
 from treadle.kernels.hash_plan import HashPlan
 
-__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids", "spread", "unique_rows"]
 
 
 def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
@@ -59,7 +60,8 @@ def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[
     table: [N, row_bytes] uint8, C-contiguous, read-only; row_bytes 16 to 4096; may be shared memory
     rows:  [..., C] int64, head offsets already added; all are checked before any byte is read
     out:   [..., C, row_bytes] uint8, owned by the caller, overwritten; apart from the table
-    Raises RowOutOfRange naming the first bad id, `out` is then untouched; InvalidArgument for shapes and dtypes.
+    Raises RowOutOfRange naming the first bad id, `out` is then untouched; InvalidArgument for shapes and dtypes. The native form
+    alone: DataLoss where the file behind the table was truncated meanwhile; here that ends the process (SIGBUS).
     """
     arguments.check_gather(table, rows, out)
     if rows.size:
@@ -70,7 +72,7 @@ def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDAr
     """Hash and gather: out[i, c] = the row of column c of token i.
 
     table: [N, row_bytes] uint8 with N >= plan.rows_hashed    out: [T, C, row_bytes] uint8, owned by the caller, overwritten
-    Raises InvalidArgument as `row_ids` does, and for a table that is too small; `out` is then untouched.
+    Raises InvalidArgument as `row_ids` does, and for a table that is too small; `out` is then untouched. DataLoss as `gather_rows`.
     """
     arguments.check_lookup_shapes(plan, table, windows, out)
     gather_rows(table, row_ids(plan, windows), out)

@@ -4,24 +4,28 @@
     header_bytes
               rows       U8  [N, row_bytes]
               crc32c     U32 [chunks]          of each CHUNK_BYTES of the rows
+              sha256     U8  [chunks, 32]      of the same: the table's version is made of them; older files have none
               token_map  I32 [V]               where the family has one
               pad        U8  [...]             zeros up to a multiple of 2 MiB, behind a smaller header of 64 KiB
 
 hugetlbfs has whole huge pages only, and a large table gains by them; to a memory of 3 MB a layer the same boundaries would add as
 much again. The format allows neither holes nor trailing bytes, so the tensors follow each other and `pad` is one of them. The first metadata
-entry is the *seal*: the CRC32C of the header (with eight zeros in the seal's place), the crc32c tensor and the token map. Seal and
-chunk checksums together cover every byte; `pad` is all zeros. Owns names, offsets and the header's text; reads and writes no file.
+entry is the *seal*: the CRC32C of the header (with eight zeros in the seal's place), the digests and the token map. Seal and
+chunk checksums together cover every byte; `pad` is all zeros. Where an owner keeps some rows only (metadata `held`), the file has
+the same size and offsets, and chunks without such rows are holes: never written, checked or read. Owns names, offsets and the
+header's text; reads and writes no file.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from treadle.contract import DataLoss, InvalidArgument
-from treadle.contract.engram_model import ROW_BYTES_MAX, ROW_BYTES_MIN, ROWS_MAX
+from treadle.contract.engram_model import ROWS_MAX
+from treadle.contract.row_layout import ROW_BYTES_MAX, ROW_BYTES_MIN
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels import crc32c
 from treadle.kernels.pages import HUGE_PAGE_BYTES
@@ -32,6 +36,7 @@ SMALL_ALIGN_BYTES = 64 << 10  # whole pages on every machine
 SMALL_TABLE_BYTES = 32 << 20  # a table below this has few TLB misses to lose
 SEAL_KEY = "treadle.crc32c"
 TOKEN_MAP_MAX = 1 << 24  # raw token ids; the largest vocabularies have some 260,000
+DIGEST_BYTES = 32  # sha256
 _LENGTH_BYTES = 8
 _BEFORE_SEAL = f'{{"__metadata__":{{"{SEAL_KEY}":"'.encode()
 _SEAL_AT = _LENGTH_BYTES + len(_BEFORE_SEAL)
@@ -46,6 +51,7 @@ class Layout:
     row_bytes: int
     token_map_size: int = 0
     header_bytes: int = HEADER_BYTES
+    digests: bool = True
 
     def __post_init__(self) -> None:
         if self.header_bytes % SMALL_ALIGN_BYTES or not 0 < self.header_bytes <= HEADER_BYTES:
@@ -72,13 +78,18 @@ class Layout:
 
     @property
     def tail_at(self) -> int:
-        """Where the crc32c tensor begins; the token map follows it at once."""
+        """Where the crc32c tensor begins; sha256 and token map follow it at once."""
         return self.header_bytes + self.table_bytes
 
     @property
+    def token_map_at(self) -> int:
+        """Where the token map begins, if there is one, behind the crc32c and sha256 tensors."""
+        return self.tail_at + self.chunks * (4 + DIGEST_BYTES * self.digests)
+
+    @property
     def tail_bytes(self) -> int:
-        """Bytes of the crc32c tensor and the token map."""
-        return 4 * (self.chunks + self.token_map_size)
+        """Bytes of the crc32c and sha256 tensors and the token map."""
+        return self.token_map_at - self.tail_at + 4 * self.token_map_size
 
     @property
     def pad_at(self) -> int:
@@ -90,12 +101,22 @@ class Layout:
         """Size of the file, a multiple of 2 MiB, or of 64 KiB behind a header smaller than that."""
         return _up(self.pad_at, HUGE_PAGE_BYTES if self.header_bytes == HEADER_BYTES else SMALL_ALIGN_BYTES)
 
+    def stored_bytes(self, runs: Sequence[tuple[int, int]]) -> int:
+        """Bytes that the file takes if it holds these runs of chunks only."""
+        return self.file_bytes - self.table_bytes + sum(self.span(*run)[1] - self.span(*run)[0] for run in runs)
+
+    def span(self, first_chunk: int, last_chunk: int) -> tuple[int, int]:
+        """Bytes [begin, end) of the rows that the chunks [first, last) cover, counted from the first row."""
+        return first_chunk * CHUNK_BYTES, min(last_chunk * CHUNK_BYTES, self.table_bytes)
+
     def tensors(self) -> dict[str, dict[str, Any]]:
         """The entries of the safetensors header; offsets there count from the end of the header."""
         parts: list[tuple[str, str, list[int], int]] = [
             ("rows", "U8", [self.rows, self.row_bytes], self.table_bytes),
             ("crc32c", "U32", [self.chunks], 4 * self.chunks),
         ]
+        if self.digests:
+            parts.append(("sha256", "U8", [self.chunks, DIGEST_BYTES], DIGEST_BYTES * self.chunks))
         if self.token_map_size:
             parts.append(("token_map", "I32", [self.token_map_size], 4 * self.token_map_size))
         pad_bytes = self.file_bytes - self.pad_at
@@ -130,7 +151,7 @@ def header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
 
 
 def seal_of(unsealed_header: bytes, tail: bytes) -> bytes:
-    """The seal: 8 hexadecimal digits over the header and the tail (crc32c tensor, token map)."""
+    """The seal: 8 hexadecimal digits over the header and the tail (crc32c, sha256, token map)."""
     return f"{crc32c(tail, crc32c(unsealed_header)):08x}".encode()
 
 
@@ -161,7 +182,8 @@ def parse_header(unsealed_header: bytes) -> tuple[Layout, dict[str, str]]:
         entries = json.loads(unsealed_header[_LENGTH_BYTES:end])
         metadata = entries.pop("__metadata__")
         rows, row_bytes = entries["rows"]["shape"]
-        layout = Layout(rows, row_bytes, entries["token_map"]["shape"][0] if "token_map" in entries else 0, len(unsealed_header))
+        words = entries["token_map"]["shape"][0] if "token_map" in entries else 0
+        layout = Layout(rows, row_bytes, words, len(unsealed_header), digests="sha256" in entries)
     except (ValueError, RecursionError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DataLoss(f"the header is damaged: {error!r}") from error
     except InvalidArgument as error:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,13 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Table, Unavailable
-from treadle.contract.table_manifest import CHUNK_BYTES, table_version
-from treadle.kernels import crc32c
+from treadle.kernels.held import checked_ranges, chunk_runs
 from treadle.kernels.pages import FileBytes
-from treadle.kernels.segment_layout import HEADER_BYTES, Layout, header, seal_of, sealed
+from treadle.kernels.segment_encoder import SegmentEncoder
+from treadle.kernels.segment_layout import HEADER_BYTES, Layout
 
 MODE = 0o640  # the owner writes, the group reads; what others may see is for the folder to say
-_BLOCK_BYTES = 256 << 10  # copied, checksummed and hashed while still in the second-level cache
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
@@ -36,33 +34,32 @@ class SegmentWriter:
     """
 
     def __init__(
-        self, path: Path, *, rows: int, row_bytes: int, token_map: NDArray[np.int32] | None = None, header_bytes: int = HEADER_BYTES
-    ) -> None:
-        """Allocate the whole file as `<path>.partial`.
+        self, path: Path, *, rows: int, row_bytes: int, token_map: NDArray[np.int32] | None = None,
+        header_bytes: int = HEADER_BYTES, held: Sequence[tuple[int, int]] | None = None,
+    ) -> None:  # fmt: skip
+        """Allocate what will be written of `<path>.partial`: all of it, or what `held` touches.
 
         token_map:    [V] int32, copied
         header_bytes: room for what `publish` is given (`segment_layout.header_bytes_for`); the rows begin behind it
+        held:         ranges [first, last) of the rows that this file is to hold; None: all
         Raises ResourceExhausted naming path and bytes if there is no room, Unavailable if someone else is writing that path,
         InvalidArgument for sizes beyond the limits.
         """
         if token_map is not None and (token_map.dtype != np.int32 or token_map.ndim != 1):
             raise InvalidArgument(f"token_map: int32 [V] expected, got {token_map.dtype.name} {list(token_map.shape)}")
         self.path = path
-        self._layout = Layout(rows, row_bytes, 0 if token_map is None else token_map.shape[0], header_bytes)
-        self._token_map = b"" if token_map is None else token_map.astype("<i4").tobytes()
-        self._written = 0  # bytes of rows
-        self._crc, self._sha256 = 0, hashlib.sha256()  # of the chunk that is being filled
-        self._crcs: list[int] = []
-        self._digests: list[bytes] = []
+        layout = Layout(rows, row_bytes, 0 if token_map is None else token_map.shape[0], header_bytes)
+        ranges = None if held is None else checked_ranges(held, rows)
         self._partial = path.with_name(path.name + ".partial")
         self._descriptor: int | None = _open_alone(self._partial)
         try:
-            _allocate(self._descriptor, self._layout.file_bytes, self._partial)
-            self._bytes = FileBytes(self._descriptor, self._layout.file_bytes)
+            _allocate(self._descriptor, layout, chunk_runs(ranges, row_bytes, layout.chunks), self._partial)
+            self._bytes = FileBytes(self._descriptor, layout.file_bytes)
         except BaseException:
             self._partial.unlink()
             os.close(self._descriptor)
             raise
+        self._encoder = SegmentEncoder(layout, token_map, ranges, self._bytes)
 
     def append(self, rows: NDArray[np.uint8]) -> None:
         """Add rows [n, row_bytes] uint8, C-contiguous, any n; borrowed until this returns.
@@ -70,25 +67,21 @@ class SegmentWriter:
         Raises InvalidArgument for another shape or more rows than were announced.
         """
         self._open_descriptor()
-        if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != self._layout.row_bytes or not rows.flags.c_contiguous:
-            raise InvalidArgument(
-                f"rows: uint8 [n, {self._layout.row_bytes}], C-contiguous, expected, got {rows.dtype.name} {list(rows.shape)}"
-            )
-        flat = rows.reshape(-1)
-        if self._written + flat.size > self._layout.table_bytes:
-            raise InvalidArgument(
-                f"rows: {self._layout.rows} were announced, these make {(self._written + flat.size) // rows.shape[1]}"
-            )
-        while flat.size:
-            count = min(flat.size, _BLOCK_BYTES, CHUNK_BYTES - self._written % CHUNK_BYTES)
-            self._append_block(flat[:count])
-            flat = flat[count:]
+        self._encoder.append(rows)
+
+    def append_bytes(self, flat: NDArray[np.uint8]) -> None:
+        """Add the next bytes of the rows, uint8 [n], any n; borrowed until this returns."""
+        self._open_descriptor()
+        self._encoder.append_bytes(flat)
+
+    def skip(self, digest: bytes) -> None:
+        """Pass over the next chunk, which is not held here; `digest`: its sha256. Raises InvalidArgument for one that is held."""
+        self._open_descriptor()
+        self._encoder.skip(digest)
 
     def table(self) -> Table:
         """Rows and version of the table that was written. Raises InvalidArgument while rows are missing."""
-        if self._written != self._layout.table_bytes:
-            raise InvalidArgument(f"rows: {self._layout.rows} were announced, {self._written // self._layout.row_bytes} came")
-        return Table(self._layout.rows, table_version(self._layout.rows, self._layout.row_bytes, self._digests))
+        return self._encoder.table()
 
     def publish(self, metadata: Mapping[str, str]) -> None:
         """Write the header with `metadata`, sync, and give the file its name: from now on readers see all of it, read-only.
@@ -96,11 +89,7 @@ class SegmentWriter:
         Raises InvalidArgument while rows are missing, or for metadata that does not fit the header.
         """
         descriptor = self._open_descriptor()
-        self.table()
-        tail = np.array(self._crcs, dtype="<u4").tobytes() + self._token_map
-        text = header(self._layout, metadata)
-        self._bytes.write(self._layout.tail_at, tail)
-        self._bytes.write(0, sealed(text, seal_of(text, tail)))
+        self._encoder.finish(metadata)
         os.fchmod(descriptor, MODE)
         os.fsync(descriptor)
         os.rename(self._partial, self.path)
@@ -118,16 +107,6 @@ class SegmentWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()
-
-    def _append_block(self, block: NDArray[np.uint8]) -> None:
-        self._bytes.write(self._layout.header_bytes + self._written, block)
-        self._crc = crc32c(block, self._crc)
-        self._sha256.update(block.data)
-        self._written += block.size
-        if self._written % CHUNK_BYTES == 0 or self._written == self._layout.table_bytes:
-            self._crcs.append(self._crc)
-            self._digests.append(self._sha256.digest())
-            self._crc, self._sha256 = 0, hashlib.sha256()
 
     def _open_descriptor(self) -> int:
         if self._descriptor is None:
@@ -162,18 +141,34 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _allocate(descriptor: int, size: int, path: Path) -> None:
-    space = os.fstatvfs(descriptor)
+def _allocate(descriptor: int, layout: Layout, runs: Sequence[tuple[int, int]], path: Path) -> None:
+    """Every byte that will be written, now: a write into a hole of a full tmpfs would be SIGBUS for whoever has it mapped."""
+    size, space = layout.stored_bytes(runs), os.fstatvfs(descriptor)
     free = space.f_bavail * space.f_frsize
     no_room = f"{path}: no room for {size} bytes"
     if space.f_blocks and free < size:  # asked first: filling the file system on the way to failure would hurt others
         raise ResourceExhausted(f"{no_room}, {free} are free")
+    spans = [(0, layout.header_bytes), (layout.tail_at, layout.file_bytes)]
+    spans += [(layout.header_bytes + begin, layout.header_bytes + end) for begin, end in (layout.span(*run) for run in runs)]
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        os.ftruncate(descriptor, layout.file_bytes)
+        for begin, end in _joined(sorted(spans)):
+            os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:
         if error.errno in _NO_ROOM:
             raise ResourceExhausted(f"{no_room}: {error.strerror}") from error
         raise
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Rising spans, those that touch made one: a whole table is allocated in one call."""
+    joined = [spans[0]]
+    for begin, end in spans[1:]:
+        if begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 from treadle import kernels
-from treadle.contract.engram_model import RowLayout
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.row_layout import RowLayout
+from treadle.kernels.dequantise_reference import NF4_LEVELS
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8_e4m3": torch.float8_e4m3fn, "u8": torch.uint8}
-_SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "fp16": torch.float16}
+_SCALE_DTYPES = {"ue8m0": torch.float8_e8m0fnu, "fp16": torch.float16, "fp32": torch.float32}
+_NF4 = torch.from_numpy(NF4_LEVELS)
 
 
 def dequantise(rows: Tensor, layout: RowLayout) -> Tensor:
     """Read rows as numbers; a new tensor on the same device, exact in fp32.
 
-    rows: [T, C, layout.bytes] uint8, borrowed: values little-endian (int4: the low nibble first), then one scale for each
-          `scale.block` values. A ue8m0 byte b means 2^(b - 127), that is b << 23 read as fp32; b = 0 is 2^-127 and b = 255 is NaN.
+    rows: [T, C, layout.bytes] uint8, borrowed: values little-endian (int4: the low nibble first, nf4: the high one), then one scale
+          for each `scale.block` values, unless all rows have the same. A ue8m0 byte b means 2^(b - 127), that is b << 23 read as
+          fp32; b = 0 is 2^-127 and b = 255 is NaN.
     Returns [T, C, layout.dim] fp32. Raises InvalidArgument for another shape or dtype.
     """
     if rows.dtype != torch.uint8 or rows.ndim != 3 or rows.shape[2] != layout.bytes:
@@ -38,10 +41,15 @@ def dequantise_torch(rows: Tensor, layout: RowLayout) -> Tensor:
     if layout.dtype == "int4":
         nibbles = torch.stack((part & 15, part >> 4), dim=-1).flatten(-2)
         values = (nibbles ^ 8).to(torch.float32).sub_(8)
+    elif layout.dtype == "nf4":
+        codes = torch.stack((part >> 4, part & 15), dim=-1).flatten(-2)
+        values = _NF4.to(part.device)[codes.to(torch.int32)]
     else:
         values = _as(part, _DTYPES[layout.dtype]).to(torch.float32, copy=True)
     if layout.scale is None:
         return values
+    if layout.inline_scale is None:
+        return values.mul_(layout.scale.value)
     scales = _as(rows[..., layout.value_bytes :], _SCALE_DTYPES[layout.scale.dtype]).to(torch.float32)
     blocks = values.view(*scales.shape, layout.scale.block)
     return blocks.mul_(scales.unsqueeze(-1)).flatten(-2)

@@ -20,6 +20,7 @@ from treadle.contract.engram_model import CARD_BYTES_MAX
 FUSION_NAME, CARD_NAME = "fusion.safetensors", "card.json"
 KEPT_KEY = "files"  # in a segment's metadata: canonical JSON, name -> sha256
 PIECE_BYTES = 1 << 20
+HASHED_AT_ONCE_BYTES = 64 << 20  # some 50 ms
 
 
 class KeptWeights:
@@ -84,7 +85,9 @@ def write_kept(path: Path, pieces: Iterable[bytes]) -> str:
 
 
 def read_kept(folder: Path, model: EngramModel, headers: Sequence[Mapping[str, str]]) -> tuple[KeptWeights | None, bytes]:
-    """Weights and card of the version in `folder`, as its segments' metadata name them, digests compared; None and empty without.
+    """Weights and card of the version in `folder`, as its segments' metadata name them; None and empty without.
+
+    Digests are compared, but for weights above HASHED_AT_ONCE_BYTES: a start must not wait for them (`KeptWeights.verify`).
 
     Raises DataLoss if one is missing or another than was written, OSError if the system fails.
     """
@@ -96,7 +99,8 @@ def read_kept(folder: Path, model: EngramModel, headers: Sequence[Mapping[str, s
         if model.fusion is None or model.fusion.weights != digest:
             raise DataLoss(f"{folder / FUSION_NAME} belongs to another version")
         weights = KeptWeights(folder / FUSION_NAME, digest)
-        weights.verify()
+        if weights.file_bytes <= HASHED_AT_ONCE_BYTES:
+            weights.verify()
     if (digest := named.get(CARD_NAME)) is not None:
         card_json = read_small(folder / CARD_NAME, CARD_BYTES_MAX)
         if hashlib.sha256(card_json).hexdigest() != digest:

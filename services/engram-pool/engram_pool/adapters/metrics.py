@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from treadle.contract.warm_state import WarmState
+
 if TYPE_CHECKING:
+    from engram_pool.domain.directory import Directory
     from engram_pool.domain.pool import Pool
+    from engram_pool.domain.scrubbing import Scrubber
 
 _TRANSPORT = "rpc"  # mapped readers gather in their own process, and count there
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0, 5.0)  # an RPC takes 2 ms, a queue seconds
@@ -38,11 +43,29 @@ class PrometheusMeters:
         )
         self._promotes = Counter("treadle_engram_promotes", "Versions made current by name", registry=registry)
         self._fusion_bytes = Counter("treadle_engram_fusion_bytes", "Bytes of fusion weights handed out", registry=registry)
+        self._scrubbed = Counter(
+            "treadle_engram_scrub_chunks",
+            "Chunks checked in the background: ok or bad, and those repaired",
+            ["outcome"],
+            registry=registry,
+        )
         self._left = Counter(
             "treadle_engram_versions_left",
             "Versions left unserved at a start, as they could not be read then or by this release",
             registry=registry,
         )
+
+    def scrubbed(self, outcome: str, chunks: int) -> None:
+        """Count chunks checked in the background, or repaired."""
+        self._scrubbed.labels(outcome).inc(chunks)
+
+    def observe_scrubber(self, scrubber: Scrubber) -> None:
+        """Export how far `scrubber` is."""
+        name, text = (
+            "treadle_engram_scrub_pass_ended_seconds",
+            "When the last whole pass over all checksums ended, since the epoch; 0: none",
+        )
+        Gauge(name, text, registry=self._registry).set_function(lambda: scrubber.figures.pass_ended_at_seconds)
 
     def observe(self, pool: Pool) -> None:
         """Export the state of `pool`."""
@@ -56,9 +79,29 @@ class PrometheusMeters:
         gauge.labels("corrupt").set_function(lambda: pool.set_aside_bytes)
         for name, text, read in (
             ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.page_bytes),
+            ("warm_bytes", "Bytes of tables whose pages are entered in the pool's process", lambda: pool.warm_bytes),
             ("models_resident", "Versions that can be opened", lambda: pool.models_resident),
             ("open_readers", "Processes that hold a version, counted for each version", pool.open_readers),
             ("watchers", "Watches in progress", lambda: pool.watchers),
+        ):
+            Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
+
+        warm = Gauge(
+            "treadle_engram_versions", "Versions in memory, by how far their pages are entered", ["warm"], registry=self._registry
+        )
+        for state in (WarmState.COLD, WarmState.WARMING, WarmState.WARM):
+            warm.labels(str(state)).set_function(partial(pool.versions_in, state))
+
+    def observe_directory(self, directory: Directory) -> None:
+        """Export what `directory` knows of the owners."""
+        owners = Gauge(
+            "treadle_engram_owners", "Owners of the fabric, this pool included, by state", ["state"], registry=self._registry
+        )
+        for state in ("reachable", "unreachable", "leaving"):
+            owners.labels(state).set_function(partial(_owners_in, directory, state))
+        for name, text, read in (
+            ("directory_stale", "1 where the directory does not answer and the last list known is used", lambda: directory.stale),
+            ("directory_age_seconds", "Seconds since the directory answered", lambda: directory.age_seconds),
         ):
             Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
 
@@ -91,3 +134,9 @@ class PrometheusMeters:
     def fusion_read(self, byte_count: int) -> None:
         """Count bytes of fusion weights handed out."""
         self._fusion_bytes.inc(byte_count)
+
+
+def _owners_in(directory: Directory, state: str) -> int:
+    owners = directory.listing().owners
+    states = ["leaving" if owner.leaving else "reachable" if owner.reachable else "unreachable" for owner in owners]
+    return states.count(state)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from engram_pool.adapters.mooncake_metrics import MooncakeMeters
 from engram_pool.adapters.mooncake_slots import SlotRing
 from engram_pool.adapters.mooncake_tables import IDENTITY_PAGE_BYTES, HeldVersion, HeldVersions
+from engram_pool.domain.held_rows import check_held
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.client.engram import mooncake_wire as wire
 from treadle.client.engram.mooncake_engine import Engine
@@ -41,7 +42,7 @@ from treadle.contract import (
     Windows,
 )
 from treadle.engram.v1 import engram_pool_pb2 as pb
-from treadle.kernels import crc32c, gather_rows, lookup
+from treadle.kernels import crc32c, gather_rows, lookup, row_ids
 
 log = logging.getLogger("engram_pool.mooncake")
 SLOT_BYTES = 4 << 20
@@ -264,6 +265,7 @@ def _gather(held: HeldVersion, body: bytes) -> _Work:
     _check_ref(held, request.ref)
     held.resident.model.layer_position(request.layer)
     table, ids = held.tables[request.layer], read_ids(request.rows)
+    check_held(ids, held.ranges(request.layer), request.layer)
     return _Work(held, ids.size, lambda out: gather_rows(table, ids, out))
 
 
@@ -290,6 +292,11 @@ def _lookup(held: HeldVersion, body: bytes) -> _Work:
 
 def _fill_layer(held: HeldVersion, layer: int, windows: Windows, out: NDArray[np.uint8]) -> None:
     model = held.resident.model
+    if (ranges := held.ranges(layer)) is not None:
+        ids = row_ids(held.plan(layer), windows).reshape(-1)
+        check_held(ids, ranges, layer)
+        gather_rows(held.tables[layer], ids, out)
+        return
     lookup(held.plan(layer), held.tables[layer], windows, out.reshape(windows.token_count, model.columns, model.row.bytes))
 
 

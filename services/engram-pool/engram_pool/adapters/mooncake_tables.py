@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.pool import Pool
+from engram_pool.domain.ports import Ranges
 from treadle.client.engram.mooncake_engine import Engine
 from treadle.client.engram.mooncake_source import DIRECT_SECONDS_MAX
 from treadle.client.engram.mooncake_wire import IDENTITY_BYTES, identity
@@ -53,6 +54,10 @@ class HeldVersion:
     on_end: set[Callable[[], None]] = field(default_factory=set)
     hold: Future[None] | None = None
     plans: dict[int, HashPlan] = field(default_factory=dict)
+
+    def ranges(self, layer: int) -> Ranges | None:
+        """The rows that this pool holds of a table; None: all. The others read as zeros, and are for another owner to gather."""
+        return self.resident.stored.segments[layer].held
 
     def plan(self, layer: int) -> HashPlan:
         """How a layer's tokens become row ids; two threads may make the same one."""
@@ -152,6 +157,8 @@ class HeldVersions:
         """Register the tables and write the record that vouches for them. A table that Mooncake refuses is gathered only."""
         layers = []
         for layer, table in held.tables.items() if self._direct else ():
+            if held.ranges(layer) is not None:
+                continue  # a direct reader could not tell a row from a hole
             try:
                 self._engine.register(table.reshape(-1))
                 layers.append(layer)

@@ -13,10 +13,14 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from engram_pool.adapters.chunk_files import restore_chunk
 from engram_pool.adapters.host_memory import file_system_type, free_bytes, is_memory
 from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
@@ -51,6 +55,7 @@ class SegmentFolder:
             raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
         self._pool_lock = lock
         self._left: set[Path] = set()  # versions that `adopt` left as they were
+        self._superseded: list[Path] = []
         self.in_memory = is_memory(self.folder)
 
     def left_bytes(self) -> int:
@@ -124,20 +129,37 @@ class SegmentFolder:
         """Processes that hold each version, this one not counted."""
         return count_readers([stored.lock_path for stored in versions])
 
-    def delete(self, stored: StoredVersion) -> bool:
-        """Unmap and delete a version; False, and nothing done, while a reader holds its lock."""
+    def delete(self, stored: StoredVersion, let_go: Callable[[], bool]) -> bool:
+        """Unmap and delete a version; False, and nothing done, while a reader holds its lock or `let_go` says no."""
         try:
             with locked_alone(stored.lock_path) as alone:
-                if not alone:
+                if not alone or not let_go():
                     return False
                 # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
                 trash = self._moved(stored.lock_path.parent, REMOVING)
                 self.release(stored)
                 shutil.rmtree(trash, ignore_errors=True)  # what is left is swept at the next start
         except FileNotFoundError:  # somebody deleted the files; the mapping is all that is left
+            if not let_go():
+                return False
             self.release(stored)
         self._tidy(stored.model.name)
         return True
+
+    def supersede(self, stored: StoredVersion) -> None:
+        """Take a version out of sight before it is put in place anew; its readers keep it until they let go."""
+        self._superseded.append(self._moved(stored.lock_path.parent, REMOVING))
+
+    def sweep_superseded(self) -> None:
+        """Delete what was superseded and nobody reads any more."""
+        self._superseded = [path for path in self._superseded if not self._remove_unless_read(path)]
+
+    def restore_chunk(self, stored: StoredVersion, layer: int, chunk: int, data: NDArray[np.uint8]) -> None:
+        """Write a chunk's own bytes again where they lie; every process that maps them sees them.
+
+        Raises DataLoss if the file is another one than is mapped, or shorter.
+        """
+        restore_chunk(stored.segments[layer], chunk, data)
 
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of sight; it stays mapped until `release`."""
@@ -180,6 +202,8 @@ class SegmentFolder:
             if checksums and stored.standing is not Standing.REMOVED:
                 for segment in stored.segments.values():
                     segment.verify()
+                if stored.fusion is not None:
+                    stored.fusion.verify()
         except BaseException:
             self.release(stored)
             raise

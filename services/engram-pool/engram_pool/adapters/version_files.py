@@ -15,14 +15,15 @@ from pathlib import Path
 
 from engram_pool.adapters.kept_files import CARD_NAME, FUSION_NAME, KEPT_KEY, read_kept, write_kept
 from engram_pool.adapters.small_files import read_small, write_small
-from engram_pool.domain.ports import Standing, StoredVersion, TokenMap
+from engram_pool.domain.origins import ORIGIN_BYTES_MAX
+from engram_pool.domain.ports import Ranges, Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, canonical_json
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA
 from treadle.kernels.segment import Segment, SegmentWriter
 
 FOLDER_MODE = 0o750
-COMMIT_MARKER, LOCK_NAME, RETIRED_NAME = "model.json", "lock", "retired"
+COMMIT_MARKER, LOCK_NAME, RETIRED_NAME, ORIGIN_NAME = "model.json", "lock", "retired", "origin.json"
 SEGMENT_SCHEMA = "treadle.segment/1"
 
 
@@ -35,10 +36,12 @@ class StagedVersion:
         self._kept: dict[str, str] = {}  # name of a file beside the segments -> its sha256
         self._open = ExitStack()
 
-    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int) -> SegmentWriter:
-        """Begin the table of `layer`; its whole file is allocated. Raises ResourceExhausted."""
+    def writer(
+        self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int, held: Ranges | None
+    ) -> SegmentWriter:
+        """Begin the table of `layer`; all that will be written of its file is allocated. Raises ResourceExhausted."""
         path = self._path / segment_name(layer)
-        writer = SegmentWriter(path, rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes)
+        writer = SegmentWriter(path, rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes, held=held)
         self._writers[layer] = self._open.enter_context(writer)
         return writer
 
@@ -50,6 +53,10 @@ class StagedVersion:
     def keep_card(self, card_json: bytes) -> None:
         """Write the card."""
         self._kept[CARD_NAME] = write_kept(self._path / CARD_NAME, [card_json])
+
+    def keep_origin(self, origin: bytes) -> None:
+        """Write down where the rows come from."""
+        write_small(self._path / ORIGIN_NAME, origin)
 
     def commit(self, model: EngramModel) -> StoredVersion:
         """Publish every segment, write the manifest last, and show the version."""
@@ -88,11 +95,13 @@ def map_version(path: Path) -> StoredVersion:
             _check_segment(segment, model, layer)
         fusion, card_json = read_kept(path, model, [segment.metadata for segment in segments.values()])
         standing = _read_standing(path / RETIRED_NAME)
+        origin = read_small(path / ORIGIN_NAME, ORIGIN_BYTES_MAX) if (path / ORIGIN_NAME).exists() else b""
         lock_path = path / LOCK_NAME
         if not lock_path.exists():
             write_small(lock_path, b"")
         opened.pop_all()  # the caller's from here on
-    return StoredVersion(model, model.version, segments, lock_path, marker.stat().st_mtime, standing, fusion, card_json)
+    loaded_at = marker.stat().st_mtime
+    return StoredVersion(model, model.version, segments, lock_path, loaded_at, standing, fusion, card_json, origin)
 
 
 def segment_name(layer: int) -> str:

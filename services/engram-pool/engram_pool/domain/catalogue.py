@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engram_pool.domain.ports import Standing, StoredVersion
+from engram_pool.domain.ports import Standing, StoredVersion, Warmth
 from treadle.contract import DataLoss, EngramModel, NotFound, Unavailable
+from treadle.contract.warm_state import WarmState
 from treadle.kernels import HashPlan
 
 BEFORE_MAX = 32  # versions of one model remembered as having been current
@@ -24,6 +25,7 @@ class Resident:
     holds:      HoldModel calls: readers elsewhere that keep it from being freed
     keep_until: monotonic seconds before which a superseded version stays: after a restart, holds are taken again first
     page_bytes: page size in use for its mappings
+    warmth:     how far its pages are entered in this process
     """
 
     stored: StoredVersion
@@ -34,6 +36,7 @@ class Resident:
     corrupt: bool = False
     holds: int = 0
     keep_until: float = 0.0
+    warmth: Warmth | None = None
     plans: dict[int, HashPlan] = field(default_factory=dict)
 
     @property
@@ -50,6 +53,11 @@ class Resident:
     def version(self) -> str:
         """Its version."""
         return self.stored.version
+
+    @property
+    def warm_state(self) -> WarmState:
+        """Whether its rows' first gathers here meet page faults."""
+        return WarmState.COLD if self.warmth is None else self.warmth.state
 
     @property
     def listed(self) -> bool:
@@ -81,7 +89,7 @@ class Resident:
     def check_intact(self) -> None:
         """Raise DataLoss once a checksum did not fit."""
         if self.corrupt:
-            raise DataLoss(f"{self.name} {self.version}: a checksum does not fit; the version is out of service")
+            raise DataLoss(f"{self.name} {self.version}: a checksum does not fit; the version is out of service, or being repaired")
 
 
 class Catalogue:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.compute import Compute, Turnstile
+from engram_pool.domain.held_rows import check_held
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Meters, Rows
 from treadle.contract import (
@@ -48,6 +49,11 @@ class Gathering:
         self._pool, self._compute, self._meters = pool, compute, meters
         self._calls = Turnstile("gather", "gathers", calls_max, _RETRY_AFTER_SECONDS)
 
+    @property
+    def busy(self) -> bool:
+        """True while a call is in progress."""
+        return self._calls.inside > 0
+
     async def gather(
         self, model: str, version: str, layer: int, ids: NDArray[np.int64], deadline: Deadline
     ) -> AsyncGenerator[bytes, None]:
@@ -61,7 +67,7 @@ class Gathering:
             resident = self._pool.find_readable(model, version)
             with resident.in_use():
                 table = _table(resident, layer)
-                await self._compute.run(check_ids, ids, table.shape[0])
+                await self._compute.run(_check_ids, resident, layer, ids)
                 async with aclosing(self._pieces(resident, table, ids, deadline)) as pieces:
                     async for piece in pieces:
                         yield piece
@@ -80,6 +86,7 @@ class Gathering:
                     table = _table(resident, layer)
                     deadline.check(before=f"hashing for layer {layer}")
                     ids = await self._compute.run(_hash, resident, layer, windows)
+                    await self._compute.run(check_held, ids, resident.stored.segments[layer].held, layer)
                     async with aclosing(self._pieces(resident, table, ids, deadline)) as pieces:
                         async for piece in pieces:
                             yield layer, piece
@@ -122,6 +129,12 @@ def check_ids(ids: NDArray[np.int64], row_count: int) -> None:
     if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= row_count):
         place = int(np.argmax((ids < 0) | (ids >= row_count)))
         raise RowOutOfRange(f"rows[{place}] is {int(ids[place])}; the table has rows 0 to {row_count - 1}")
+
+
+def _check_ids(resident: Resident, layer: int, ids: NDArray[np.int64]) -> None:
+    segment = resident.stored.segments[layer]
+    check_ids(ids, segment.row_count)
+    check_held(ids, segment.held, layer)
 
 
 def _table(resident: Resident, layer: int) -> Rows:

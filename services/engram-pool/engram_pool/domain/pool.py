@@ -9,22 +9,39 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import Meters, SetAside, Staging, Standing, StoredVersion, VersionStore
+from engram_pool.domain.ports import (
+    Door,
+    Doors,
+    Meters,
+    NoDoors,
+    Ranges,
+    SetAside,
+    Staging,
+    Standing,
+    StoredVersion,
+    VersionStore,
+    Warmer,
+)
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
-from engram_pool.domain.verification import Verification
-from treadle.contract import DataLoss, EngramModel, InvalidArgument, Unavailable
+from engram_pool.domain.verification import Damaged, Verification
+from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
+from treadle.contract.owners import Holding
+from treadle.contract.warm_state import WarmState
 
 log = logging.getLogger("engram_pool")
 READERS_LEAVE_SECONDS = 2.0  # at the end, how long readers that are leaving too are waited for
 READERS_POLL_SECONDS = 0.05
+Mend = Callable[[StoredVersion, Damaged], object]  # raises where the chunk's bytes cannot be had or written
+REQUESTS_END_SECONDS = 2.0  # how long requests at a native door may keep a version that is to be deleted; else it is tried again
 WORK_ENDS_SECONDS = 30.0  # at the end, how long cancelled calls may take to clean up after themselves
 
 
@@ -60,8 +77,15 @@ class Pool:
         versions_kept_max: int = VERSIONS_KEPT_MAX,
         reap_grace_seconds: float = 0.0,
         list_bytes_max: int = LIST_BYTES_MAX,
+        doors: Doors | None = None,
+        warmer: Warmer | None = None,
     ) -> None:
+        """warmer: enters the pages of what is mapped; None: they are entered as they are touched"""
         self.draining = False
+        self._doors: Doors = doors or NoDoors()
+        self._more_doors: list[Door] = []
+        self._warmer = warmer
+        self._mend: Mend | None = None
         self._store, self._compute, self._meters = store, compute, meters
         self._catalogue = Catalogue()
         self.room = Room(store, self._catalogue, table_bytes_max=table_bytes_max, list_bytes_max=list_bytes_max)
@@ -75,6 +99,10 @@ class Pool:
         self._unmapping: list[Resident] = []  # off the list for good, unmapped when their last call ends
         self._working, self._idle = 0, asyncio.Event()
         self._idle.set()
+
+    def repair_with(self, mend: Mend) -> None:
+        """From now on damaged chunks are repaired; before, a version with one goes out of service."""
+        self._mend = mend
 
     # -- life -----------------------------------------------------------------------------------------------------------
 
@@ -100,6 +128,7 @@ class Pool:
     async def drain(self) -> None:
         """Refuse new work from now on and end watches and loads."""
         self.draining = True
+        self._doors.drain()
         await self._announce()
 
     async def stop(self, *, keep_segments: bool) -> None:
@@ -111,6 +140,7 @@ class Pool:
             log.error("work in progress does not end", extra={"calls": self._working})
         deadline = time.monotonic() + READERS_LEAVE_SECONDS
         async with self._change:
+            await self._compute.run(self._doors.close)  # before anything is unmapped
             left = [] if keep_segments else self._catalogue.all()
             while left := [resident for resident in left if not await self._delete(resident)]:
                 if time.monotonic() > deadline:
@@ -118,7 +148,9 @@ class Pool:
                     break
                 await asyncio.sleep(READERS_POLL_SECONDS)
             for resident in [*self._catalogue.all(), *self._unmapping]:
-                await self._compute.run(self._store.release, resident.stored)
+                await self._release(resident)
+            if self._warmer is not None:
+                await self._compute.run(self._warmer.close)
             await self._compute.run(self._store.close, remove_if_empty=not keep_segments)
 
     async def reap_forever(self, interval_seconds: float) -> None:
@@ -153,15 +185,27 @@ class Pool:
     def find(self, model: str, version: str, expected_fingerprint: Mapping[str, str] | None = None) -> Resident:
         """A listed version, the current one for an empty `version`.
 
-        Raises NotFound, and FingerprintMismatch naming the field that differs from `expected_fingerprint`.
+        Raises NotFound, DataLoss while a chunk of it is damaged, and FingerprintMismatch naming the field that differs from
+        `expected_fingerprint`.
         """
         resident = self._catalogue.find(model, version)
+        resident.check_intact()
         resident.model.fingerprint.require(expected_fingerprint or {})
         return resident
 
-    def find_readable(self, model: str, version: str) -> Resident:
-        """As `find`; a version that is named is found until its memory goes, removed or not. Raises NotFound."""
-        return self._catalogue.find_readable(model, version)
+    def find_readable(self, model: str, version: str, *, damaged_too: bool = False) -> Resident:
+        """As `find`; a version that is named is found until its memory goes, removed or not. Raises NotFound, DataLoss.
+
+        damaged_too: for a reader that compares digests itself
+        """
+        resident = self._catalogue.find_readable(model, version)
+        if not damaged_too:
+            resident.check_intact()
+        return resident
+
+    def residents(self) -> list[Resident]:
+        """Every version in memory."""
+        return self._catalogue.all()
 
     def refuse_without_weights(self, model: EngramModel) -> None:
         """Raise InvalidArgument if a grown memory is here already, but was loaded without its weights: a load would not add them."""
@@ -199,14 +243,38 @@ class Pool:
         Raises ResourceExhausted beyond `watchers_max`, Unavailable when the pool stops.
         """
         with self._watching.turn():
-            seen = -1
-            while True:
-                async with self._changed:
-                    while not self.draining and self._generation == seen:
-                        await self._changed.wait()
-                    seen = self._generation
-                self.refuse_if_draining()
-                yield await self.listing()
+            async with aclosing(self.changes()) as changes:
+                async for _ in changes:
+                    yield await self.listing()
+
+    async def changes(self) -> AsyncGenerator[None, None]:
+        """Once at once, and again after each change. Raises Unavailable when the pool stops."""
+        seen = -1
+        while True:
+            async with self._changed:
+                while not self.draining and self._generation == seen:
+                    await self._changed.wait()
+                seen = self._generation
+            self.refuse_if_draining()
+            yield
+
+    def holdings(self) -> list[Holding]:
+        """Which rows of which versions can be read here, replaced versions included."""
+        return [_holding(resident) for resident in self._catalogue.all() if not resident.closing and not resident.corrupt]
+
+    @property
+    def holds(self) -> int:
+        """HoldModel calls in progress."""
+        return self._holding.inside
+
+    @property
+    def doors(self) -> tuple[Door, ...]:
+        """Native ways to the rows, the fastest first."""
+        return (*self._doors.open_doors, *self._more_doors)
+
+    def add_door(self, door: Door) -> None:
+        """Tell of a door that is not one of the native ones."""
+        self._more_doors.append(door)
 
     @property
     def watchers(self) -> int:
@@ -238,20 +306,32 @@ class Pool:
         """Smallest page size in use for a table; 0 without tables."""
         return min((resident.page_bytes for resident in self._catalogue.all()), default=0)
 
+    @property
+    def warm_bytes(self) -> int:
+        """Bytes of tables whose pages were entered in this process."""
+        return sum(resident.warmth.bytes_entered for resident in self._catalogue.all() if resident.warmth is not None)
+
+    def versions_in(self, state: WarmState) -> int:
+        """Versions that stand so."""
+        return sum(resident.warm_state is state for resident in self._catalogue.all())
+
     def open_readers(self) -> int:
         """Processes that hold a version, counted once for each version, and HoldModel calls."""
         return sum(self._store.readers([resident.stored for resident in self._catalogue.all()])) + self._holding.inside
 
     # -- changing it ----------------------------------------------------------------------------------------------------
 
-    async def publish(self, staging: Staging, model: EngramModel, *, keep_previous: bool) -> Resident:
-        """Make a finished version visible and current; a version that is here already becomes current again.
+    async def publish(
+        self, staging: Staging, model: EngramModel, *, keep_previous: bool, held: Mapping[int, Ranges | None] | None = None
+    ) -> Resident:
+        """Make a finished version visible and current; a version that is here already, with the same rows, becomes current again.
 
+        held:          the rows that are here, by layer; None: all
         keep_previous: False lets the version that was current go as soon as no reader holds it; True keeps it, with what was kept
                        before, up to `versions_kept_max` versions of a model beside the current one
         """
         async with self._one_change():
-            return await to_the_end(self._publish(staging, model, keep_previous))
+            return await to_the_end(self._publish(staging, model, keep_previous, dict(held or dict.fromkeys(model.layers))))
 
     async def promote(self, model: str, version: str) -> tuple[Resident, str]:
         """Make a listed version current; an empty `version` means the one that was current before the present one.
@@ -281,13 +361,51 @@ class Pool:
                         async for progress in events:
                             yield progress
             except DataLoss as error:
-                log.error("corrupt version", extra={"model": resident.name, "version": resident.version, "reason": str(error)})
-                async with self._change:
-                    await to_the_end(self._take_out_of_service(resident))
+                await self.found_damaged(resident, error)
                 raise
 
-    async def _publish(self, staging: Staging, model: EngramModel, keep_previous: bool) -> Resident:
+    async def found_damaged(self, resident: Resident, damage: DataLoss) -> bool:
+        """Take a version out of service; True if the damage could be repaired and it is served again.
+
+        New calls meet DataLoss and calls in progress end. It leaves the list only if nobody has the chunk's bytes.
+        """
+        return await to_the_end(self._found_damaged(resident, damage))
+
+    async def _found_damaged(self, resident: Resident, damage: DataLoss) -> bool:
+        if resident.corrupt:  # somebody else has found it too, and sees to it
+            return False
+        log.error("corrupt version", extra={"model": resident.name, "version": resident.version, "reason": str(damage)})
+        self._meters.corrupt(1)
+        resident.corrupt = True
+        self._doors.withdraw(resident.stored)
+        await self._announce()
+        if self._mend is not None and isinstance(damage, Damaged):
+            try:
+                with resident.in_use():
+                    await self._compute.run(self._mend, resident.stored, damage)
+            except (TreadleError, OSError) as error:
+                fields = {"model": resident.name, "version": resident.version, "reason": str(error)}
+                log.error("corrupt version cannot be repaired", extra=fields)
+            else:
+                resident.corrupt = False
+                await self._compute.run(self._doors.publish, resident.stored)
+                await self._announce()
+                return True
+        async with self._change:
+            await self._take_out_of_service(resident)
+        return False
+
+    async def _publish(
+        self, staging: Staging, model: EngramModel, keep_previous: bool, held: Mapping[int, Ranges | None]
+    ) -> Resident:
         resident = self._catalogue.get(model.name, model.version)
+        if resident is not None and resident.stored.held != held:
+            log.info("version put in place anew, with other rows", extra={"model": model.name, "version": model.version})
+            self._doors.withdraw(resident.stored)
+            await self._compute.run(self._store.supersede, resident.stored)
+            self._catalogue.drop(resident)
+            self._unmapping.append(resident)
+            resident = None
         if resident is None:
             resident = await self._take_in(await self._compute.run(staging.commit, model))
             size = resident.stored.segment_bytes
@@ -324,6 +442,7 @@ class Pool:
         due = [r for r in self._catalogue.retired() if r.standing is Standing.REMOVED or r.keep_until <= now]
         gone = [resident for resident in due if await self._delete(resident)]
         await self._release_unused()
+        await self._compute.run(self._store.sweep_superseded)
         for resident in gone:
             log.info("version deleted", extra={"model": resident.name, "version": resident.version})
         if any(resident.standing is Standing.REPLACED for resident in gone):
@@ -332,33 +451,44 @@ class Pool:
 
     async def _release_unused(self) -> None:
         """Unmap versions that are off the list for good, once their last call has ended."""
-        for resident in [resident for resident in self._unmapping if resident.calls == 0]:
+        for resident in [r for r in self._unmapping if r.calls == 0 and not self._doors.read(r.stored)]:
             self._unmapping.remove(resident)
-            await self._compute.run(self._store.release, resident.stored)
+            await self._release(resident)
+
+    async def _release(self, resident: Resident) -> None:
+        if resident.warmth is not None:
+            resident.warmth.drop()
+        await self._compute.run(self._store.release, resident.stored)
 
     async def _delete(self, resident: Resident) -> bool:
         if resident.calls or resident.holds:
             return False
         resident.closing = True  # no call begins while the thread unmaps
         try:
-            deleted = await self._compute.run(self._store.delete, resident.stored)
+            let_go = partial(self._doors.let_go, resident.stored, REQUESTS_END_SECONDS)
+            deleted = await self._compute.run(self._store.delete, resident.stored, let_go)
         except OSError:
             resident.closing = False
+            await self._compute.run(self._doors.publish, resident.stored)
             raise
         resident.closing = deleted
         if deleted:
+            if resident.warmth is not None:
+                resident.warmth.drop()
             self._catalogue.drop(resident)
         return deleted
 
     async def _take_in(self, stored: StoredVersion) -> Resident:
         pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
         resident = Resident(stored, stored.standing, page_bytes=pages)
+        await self._compute.run(self._doors.publish, stored)
+        if self._warmer is not None:
+            resident.warmth = self._warmer.warm([span for s in stored.segments.values() for span in s.spans_to_enter()])
         self._catalogue.add(resident)
         return resident
 
     async def _take_out_of_service(self, resident: Resident) -> None:
-        self._meters.corrupt(1)
-        resident.corrupt = True
+        self._doors.withdraw(resident.stored)
         if self._catalogue.get(resident.name, resident.version) is not resident:
             return
         self._catalogue.drop(resident)
@@ -377,3 +507,9 @@ class Pool:
         async with self._change:
             self.refuse_if_draining()
             yield
+
+
+def _holding(resident: Resident) -> Holding:
+    segments = resident.stored.segments
+    held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
+    return Holding(resident.name, resident.version, held)

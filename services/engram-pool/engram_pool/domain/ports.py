@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import EngramModel, Table
+from treadle.contract.owners import Door as Door
+from treadle.contract.warm_state import WarmState
 
 Rows = NDArray[np.uint8]
 TokenMap = NDArray[np.int32]
@@ -25,22 +27,50 @@ class Standing(StrEnum):
     REMOVED = "removed"  # off the list; its memory goes when no reader holds it
 
 
-@dataclass(frozen=True, slots=True)
-class Door:
-    """Another way to the rows of this pool than gRPC: what to speak there, and host:port or unix:PATH."""
-
-    transport: str
-    address: str
+Ranges = tuple[tuple[int, int], ...]  # rows [first, last), rising
 
 
 class TableSegment(Protocol):
-    """A table's file, mapped read-only."""
+    """A table's file, mapped read-only.
+
+    offset: where the segment begins in `path`, bytes; `rows_offset_bytes` from there to the rows
+    held: the rows that are here; None: all
+    chunk_digests: sha256 of each chunk of the whole table; empty where they are not kept
+    stored_bytes: what it takes, holes not counted
+    """
 
     path: Path
+    offset: int
     row_count: int
     row_bytes: int
     rows_offset_bytes: int
     file_bytes: int
+    stored_bytes: int
+    held: Ranges | None
+    chunk_digests: tuple[bytes, ...]
+    metadata: dict[str, str]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Chunks that are here, rising."""
+
+    def chunk(self, chunk: int) -> NDArray[np.uint8]:
+        """Bytes of one of them, uint8 [n], read-only; the segment owns the memory."""
+
+    def check_chunk(self, chunk: int) -> None:
+        """Compare the checksum of one. Raises DataLoss."""
+
+    def fits(self, chunk: int, data: NDArray[np.uint8]) -> bool:
+        """True if `data` is what a chunk held when it was written."""
+
+    def will_need(self, chunk: int) -> None:
+        """Start reading a chunk from disk."""
+
+    def check_frame(self) -> None:
+        """Compare what is around the rows, and the file's size. Raises DataLoss."""
+
+    def spans_to_enter(self) -> list[NDArray[np.uint8]]:
+        """Stretches of the mapping whose pages are worth entering; each keeps the mapping alive."""
 
     @property
     def rows(self) -> Rows:
@@ -58,6 +88,29 @@ class TableSegment(Protocol):
 
     def close(self) -> None:
         """Unmap."""
+
+
+class Warmth(Protocol):
+    """How far the pages of a version are entered in this process."""
+
+    bytes_entered: int
+
+    @property
+    def state(self) -> WarmState:
+        """Cold, warming or warm."""
+
+    def drop(self) -> None:
+        """Let go of what is not entered yet: the version is unmapped."""
+
+
+class Warmer(Protocol):
+    """Enters pages in the background."""
+
+    def warm(self, spans: Sequence[NDArray[np.uint8]]) -> Warmth:
+        """Begin with these; returns at once."""
+
+    def close(self) -> None:
+        """Stop."""
 
 
 class KeptFile(Protocol):
@@ -79,6 +132,7 @@ class StoredVersion:
     segments:  by layer, owned by the store until `delete` or `release`
     lock_path: readers hold flock(LOCK_SH) on it
     fusion, card_json: weights and card of a grown memory; None and empty for other versions
+    origin: where its rows came from, as `origins` writes it; empty where that is not known
     """
 
     model: EngramModel
@@ -89,11 +143,17 @@ class StoredVersion:
     standing: Standing = Standing.SERVED
     fusion: KeptFile | None = None
     card_json: bytes = b""
+    origin: bytes = b""
+
+    @property
+    def held(self) -> dict[int, Ranges | None]:
+        """The rows that are here, by layer; None: all."""
+        return {layer: segment.held for layer, segment in self.segments.items()}
 
     @property
     def segment_bytes(self) -> int:
-        """Bytes of all its segment files."""
-        return sum(segment.file_bytes for segment in self.segments.values())
+        """Bytes of all its segments, holes not counted."""
+        return sum(segment.stored_bytes for segment in self.segments.values())
 
     @property
     def stored_bytes(self) -> int:
@@ -135,6 +195,12 @@ class TableWriter(Protocol):
     def append(self, rows: Rows) -> None:
         """Add rows [n, row_bytes], any n; copied."""
 
+    def append_bytes(self, flat: NDArray[np.uint8]) -> None:
+        """Add the next bytes of the rows, uint8 [n], any n; copied."""
+
+    def skip(self, digest: bytes) -> None:
+        """Pass over the next chunk, which is not kept; `digest`: its sha256."""
+
     def table(self) -> Table:
         """Rows and version, after the last row."""
 
@@ -142,14 +208,22 @@ class TableWriter(Protocol):
 class Staging(Protocol):
     """A version in the making: nobody sees it before `commit`."""
 
-    def writer(self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int) -> TableWriter:
-        """Begin a table, with so much room for what stands before its rows. Raises ResourceExhausted if its bytes cannot be had."""
+    def writer(
+        self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int, held: Ranges | None
+    ) -> TableWriter:
+        """Begin a table, with so much room for what stands before its rows; `held`: the rows to keep, None: all.
+
+        Raises ResourceExhausted if its bytes cannot be had.
+        """
 
     def keep_fusion(self, pieces: Iterable[bytes]) -> str:
         """Write fusion weights beside the tables; their sha256. Raises ResourceExhausted if there is no room."""
 
     def keep_card(self, card_json: bytes) -> None:
         """Write the card of a grown memory beside the tables."""
+
+    def keep_origin(self, origin: bytes) -> None:
+        """Remember where the rows come from."""
 
     def commit(self, model: EngramModel) -> StoredVersion:
         """Make it visible at once, with all its tables, and map it."""
@@ -196,8 +270,20 @@ class VersionStore(Protocol):
     def readers(self, versions: Sequence[StoredVersion]) -> list[int]:
         """How many processes hold each version, this one not counted."""
 
-    def delete(self, stored: StoredVersion) -> bool:
-        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does."""
+    def delete(self, stored: StoredVersion, let_go: Callable[[], bool]) -> bool:
+        """Delete a version that no reader holds and unmap it; False, and nothing done, if one does.
+
+        let_go: asked once no other process holds it, before anything is unmapped; False: this one still reads it
+        """
+
+    def supersede(self, stored: StoredVersion) -> None:
+        """Take a version out of sight before it is put in place anew with other rows; it stays mapped until `release`."""
+
+    def sweep_superseded(self) -> None:
+        """Delete what was superseded and nobody reads any more."""
+
+    def restore_chunk(self, stored: StoredVersion, layer: int, chunk: int, data: NDArray[np.uint8]) -> None:
+        """Write a chunk's own bytes again where they lie. Raises DataLoss if the file is not the one that is mapped, or OSError."""
 
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of every reader's way, and unmap it."""
@@ -286,6 +372,39 @@ class OpenGrown(Protocol):
     def __call__(self, path: Path) -> GrownFolder: ...
 
 
+class PeerVersion(Protocol):
+    """A version that other pools hold."""
+
+    @property
+    def model(self) -> EngramModel:
+        """Its manifest, tables included. Raises NotFound or Unavailable if no pool has it."""
+
+    @property
+    def card_json(self) -> bytes:
+        """The card of a grown memory, or empty."""
+
+    def describe(self, layer: int) -> tuple[list[bytes], bytes]:
+        """(sha256 of each chunk of a table, token map as int32 little-endian). Raises Unavailable, or DataLoss for odd sizes."""
+
+    def read(self, layer: int, first_byte: int, byte_count: int) -> Iterator[bytes]:
+        """These bytes of a table as one peer after the other has them; not compared with anything.
+
+        Raises Unavailable, naming each peer and its reason, when there is no further one.
+        """
+
+    def fusion(self) -> bytes:
+        """Its fusion weights. Raises NotFound, Unavailable, DataLoss."""
+
+    def close(self) -> None:
+        """Close the connections."""
+
+
+class OpenPeers(Protocol):
+    """A version at other pools, which are asked, in order, when something of it is needed; empty: the first one's current."""
+
+    def __call__(self, endpoints: Sequence[str], model: str, version: str) -> PeerVersion: ...
+
+
 class Meters(Protocol):
     """Counts what happened."""
 
@@ -309,3 +428,58 @@ class Meters(Protocol):
 
     def fusion_read(self, byte_count: int) -> None:
         """Bytes of fusion weights were handed out."""
+
+    def scrubbed(self, outcome: str, chunks: int) -> None:
+        """Chunks were checked in the background: ok, bad or repaired."""
+
+
+class Doors(Protocol):
+    """Native ways to the rows of published versions, beside gRPC. Called from any thread."""
+
+    @property
+    def open_doors(self) -> Sequence[Door]:
+        """Where they are, the fastest first."""
+
+    def publish(self, stored: StoredVersion) -> None:
+        """Serve a version from now on, or again. Its segments stay mapped until it was let go."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """Take a version out of sight at once; requests that have begun read it to their end."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """True while a request reads a version that was withdrawn."""
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """Withdraw; True once no request reads it. False, and it is served on, where one still does after `seconds`."""
+
+    def drain(self) -> None:
+        """Refuse new requests as UNAVAILABLE from now on."""
+
+    def close(self) -> None:
+        """End every request and connection; nothing reads a segment afterwards."""
+
+
+class NoDoors:
+    """The Doors of a pool that has gRPC alone."""
+
+    open_doors: Sequence[Door] = ()
+
+    def publish(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def withdraw(self, stored: StoredVersion) -> None:
+        """See Doors."""
+
+    def read(self, stored: StoredVersion) -> bool:
+        """See Doors."""
+        return False
+
+    def let_go(self, stored: StoredVersion, seconds: float) -> bool:
+        """See Doors."""
+        return True
+
+    def drain(self) -> None:
+        """See Doors."""
+
+    def close(self) -> None:
+        """See Doors."""

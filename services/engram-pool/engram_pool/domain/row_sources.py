@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engram_pool.domain.origins import StoreOrder
 from engram_pool.domain.ports import Rows, Staging, TokenMap
 from treadle.contract import EngramModel, RowLayout
-from treadle.contract.engram_model import SCALE_BYTES
+from treadle.contract.row_layout import SCALE_BYTES
 
 BLOCK_ROWS = 4096  # rows of one random stream: loads read whole blocks, and a block is the same however it is read
 
@@ -22,8 +22,10 @@ _VALUES = {
     "fp8_e4m3": (1, 0xBF, 0x00),  # exponents 0 to 7 of 15: below 2, and never NaN (0x7f, 0xff)
     "u8": (1, 0xFF, 0x00),
     "int4": (1, 0xFF, 0x00),
+    "nf4": (1, 0xFF, 0x00),
 }
-_SCALES = {"ue8m0": (0x07, 0x78), "fp16": (0x0FFF, 0x2000)}  # bytes 120 to 127: 2^-7 to 1; as fp16 values, positive
+# bytes 120 to 127: 2^-7 to 1; as the values of that type, positive
+_SCALES = {"ue8m0": (0x07, 0x78), "fp16": (0x0FFF, 0x2000), "fp32": (0x01FFFFFF, 0x3C000000)}
 
 
 class RowSource(Protocol):
@@ -52,16 +54,6 @@ class RowsWithFiles(Protocol):
 
     def keep_files(self, staging: Staging) -> None:
         """Write them. Raises DataLoss unless they are what the manifest names."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreOrder:
-    """A version in a Mooncake Store, whose master is at host:port; an empty `version` is the one pushed last."""
-
-    master: str
-    protocol: str
-    model: str
-    version: str
 
 
 class OpenStore(Protocol):
@@ -108,9 +100,9 @@ def make_sane(rows: Rows, layout: RowLayout) -> None:
     """Turn random bytes, in place, into finite values of the layout's dtype and scales near 1."""
     word, keep, put = _VALUES[layout.dtype]
     _mask(rows[:, : layout.value_bytes].view(f"<u{word}"), keep, put)
-    if layout.scale is not None:
-        scales = rows[:, layout.value_bytes :].view(f"<u{SCALE_BYTES[layout.scale.dtype]}")
-        _mask(scales, *_SCALES[layout.scale.dtype])
+    if layout.inline_scale is not None:
+        dtype = layout.inline_scale.dtype
+        _mask(rows[:, layout.value_bytes :].view(f"<u{SCALE_BYTES[dtype]}"), *_SCALES[dtype])
 
 
 def _mask(words: NDArray[np.unsignedinteger[Any]], keep: int, put: int) -> None:

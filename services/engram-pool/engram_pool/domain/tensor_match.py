@@ -1,130 +1,109 @@
-"""Which tensors of a checkpoint hold the rows and scales of each layer.
+"""Whether the tensors of a checkpoint are the rows and scales that a manifest speaks of.
 
-By suffix for DeepSeek-V4.1 (`…layers.<n>.….engram.embed.weight` and its scale, as in vLLM's loader), by the caller's map for
-others. A role's name may hold one `*` that stands for a number: the pieces are joined in the order of their numbers.
+Owns dtypes, shapes and row counts. Does not find the tensors (`tensor_names`) or read rows (`checkpoint_rows`).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engram_pool.domain.ports import Checkpoint, Tensor
-from treadle.contract import EngramModel, InvalidArgument
+from engram_pool.domain.single_scale import is_single, read_single
+from engram_pool.domain.tensor_names import Found, Shards, find_tensors, height, listed, refuse_open
+from treadle.contract import EngramModel, FingerprintMismatch, InvalidArgument, RowLayout
 
-TENSORS_LISTED_MAX = 20  # a refusal shows the largest ones
-ROLES_MAX = 128  # two for each of at most 64 layers
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_SUFFIXES = {
-    "rows": ("engram.embed.weight",),
-    "scale": ("engram.embed.weight_scale_inv", "engram.embed.weight_scale", "engram.embed.scale_inv", "engram.embed.scale"),
-}
-_DTYPES = {"bf16": ("BF16",), "fp16": ("F16",), "fp32": ("F32",), "fp8_e4m3": ("F8_E4M3",), "u8": ("U8",), "int4": ("U8",)}
-_SCALE_DTYPES = {"ue8m0": ("F8_E8M0", "U8"), "fp16": ("F16",)}  # the raw bytes are kept in any case
+BYTE_DTYPES = ("int4", "nf4")  # stored as bytes of two values
+TENSOR_DTYPES = {
+    "bf16": ("BF16",), "fp16": ("F16",), "fp32": ("F32",), "fp8_e4m3": ("F8_E4M3",), "u8": ("U8",), "int4": ("U8",), "nf4": ("U8",),
+}  # fmt: skip
+SCALE_DTYPES = {"ue8m0": ("F8_E8M0", "U8"), "fp16": ("F16",), "fp32": ("F32",)}  # the raw bytes are kept in any case
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTensors:
-    """Tensors of one layer, each in pieces along the rows; `scale` is empty where the row has none, or is packed already."""
+    """Tensors of one layer, each in shards along the rows; `scale` is empty where the rows hold none, or are packed already."""
 
-    rows: tuple[Tensor, ...]
-    scale: tuple[Tensor, ...]
+    rows: Shards
+    scale: Shards
 
     @property
     def row_count(self) -> int:
-        """Rows of all pieces together."""
-        return _height(self.rows)
+        """Rows of all shards together."""
+        return height(self.rows)
 
 
 def match_tensors(checkpoint: Checkpoint, model: EngramModel, names: Mapping[str, str]) -> dict[int, LayerTensors]:
     """Tensors for each layer of `model`.
 
-    names: role -> tensor name; roles are `<layer>.rows` and `<layer>.scale`
-    Raises InvalidArgument, listing what the checkpoint holds, if one is missing, ambiguous or of another dtype or shape.
+    names: role -> tensor name; see `tensor_names`
+    Raises InvalidArgument, listing what the checkpoint holds, if one is missing, ambiguous or of another dtype or shape;
+    FingerprintMismatch if the one scale of all rows is another than the manifest's.
     """
-    _check_roles(model, names)
-    return {layer: _layer_tensors(checkpoint, model, layer, names) for layer in model.layers}
-
-
-def listed(checkpoint: Checkpoint) -> str:
-    """What a checkpoint holds, the largest first, for a refusal."""
-    tensors = sorted(checkpoint.tensors.values(), key=lambda tensor: -tensor.row_bytes * (tensor.shape[0] if tensor.shape else 1))
-    more = f" and {len(tensors) - TENSORS_LISTED_MAX} smaller ones" if len(tensors) > TENSORS_LISTED_MAX else ""
-    return f"{checkpoint.name} holds {', '.join(map(str, tensors[:TENSORS_LISTED_MAX])) or 'no tensors'}{more}"
-
-
-def _check_roles(model: EngramModel, names: Mapping[str, str]) -> None:
-    known = {f"{layer}.{role}" for layer in model.layers for role in _SUFFIXES}
-    unknown = sorted(set(names) - known)
-    if unknown or len(names) > ROLES_MAX:
-        raise InvalidArgument(f"tensors: unknown roles {unknown[:8]}; {model.name} has {sorted(known)[:8]}")
-
-
-def _layer_tensors(checkpoint: Checkpoint, model: EngramModel, layer: int, names: Mapping[str, str]) -> LayerTensors:
+    found = find_tensors(checkpoint, model.layers, names)
     layout = model.row
-    rows = _find(checkpoint, layer, "rows", names)
-    packed = _all_like(rows, ("U8",), layout.bytes)  # as a segment holds them
+    needing = [layer for layer, tensors in found.items() if layout.inline_scale and not _packed(tensors.rows, layout)]
+    refuse_open(checkpoint, [f"{layer}.scale" for layer in needing if not found[layer].scale])
+    return {layer: _fitting(checkpoint, model, layer, tensors) for layer, tensors in found.items()}
+
+
+def _fitting(checkpoint: Checkpoint, model: EngramModel, layer: int, found: Found) -> LayerTensors:
+    layout, packed = model.row, _packed(found.rows, model.row)
     if not packed:
-        width = layout.value_bytes if layout.dtype == "int4" else layout.dim  # int4 comes as bytes of two values
-        _check(checkpoint, f"{layer}.rows", rows, _DTYPES[layout.dtype], width)
-    if layout.scale is None or packed:
-        found = LayerTensors(rows, ())
-    else:
-        scale = _find(checkpoint, layer, "scale", names)
-        _check(checkpoint, f"{layer}.scale", scale, _SCALE_DTYPES[layout.scale.dtype], layout.dim // layout.scale.block)
-        found = LayerTensors(rows, scale)
-        if _height(scale) != found.row_count:
-            raise InvalidArgument(f"{layer}.scale: {found.row_count} rows expected, as in {layer}.rows, got {_height(scale)}")
-    if found.row_count < model.rows_hashed(layer):
-        raise InvalidArgument(
-            f"{layer}.rows: {found.row_count} rows, but the hash of {model.name} reaches {model.rows_hashed(layer)}: "
-            "the manifest belongs to another checkpoint"
+        width = layout.value_bytes if layout.dtype in BYTE_DTYPES else layout.dim
+        _check(checkpoint, f"{layer}.rows", found.rows, TENSOR_DTYPES[layout.dtype], width)
+    if layout.inline_scale is not None and not packed:
+        scale = found.scale
+        _check(
+            checkpoint, f"{layer}.scale", scale, SCALE_DTYPES[layout.inline_scale.dtype], layout.dim // layout.inline_scale.block
         )
-    return found
-
-
-def _find(checkpoint: Checkpoint, layer: int, role: str, names: Mapping[str, str]) -> tuple[Tensor, ...]:
-    wanted = names.get(f"{layer}.{role}")
-    if wanted is not None:
-        found = _named(checkpoint, wanted)
-        missing = f"tensor {wanted!r}, named for the role {layer}.{role}, is not there"
+        if height(scale) != height(found.rows):
+            raise InvalidArgument(f"{layer}.scale: {height(found.rows)} rows expected, as in {layer}.rows, got {height(scale)}")
+        matched = LayerTensors(found.rows, scale)
     else:
-        found = tuple(tensor for name, tensor in checkpoint.tensors.items() if _layer_of(name, role) == layer)
-        missing = f"no tensor `layers.{layer}.….{_SUFFIXES[role][0]}`; name one for the role {layer}.{role}"
-        if len(found) > 1:
-            raise InvalidArgument(f"{layer}.{role}: {', '.join(t.name for t in found[:8])} all fit; name one for the role")
-    if not found:
-        raise InvalidArgument(f"{missing}. {listed(checkpoint)}")
-    return found
+        _check_scale_of_all_rows(checkpoint, layer, layout, found)
+        matched = LayerTensors(found.rows, ())
+    if matched.row_count < model.rows_hashed(layer):
+        raise InvalidArgument(
+            f"{layer}.rows: {matched.row_count} rows in {len(found.rows)} tensor(s), but the hash of {model.name} reaches "
+            f"{model.rows_hashed(layer)}: a shard is missing, or the manifest belongs to another checkpoint"
+        )
+    return matched
 
 
-def _named(checkpoint: Checkpoint, wanted: str) -> tuple[Tensor, ...]:
-    if "*" not in wanted:
-        tensor = checkpoint.tensors.get(wanted)
-        return (tensor,) if tensor else ()
-    before, _, after = wanted.partition("*")
-    pattern = re.compile(re.escape(before) + r"(\d+)" + re.escape(after))
-    pieces = [(int(match[1]), tensor) for name, tensor in checkpoint.tensors.items() if (match := pattern.fullmatch(name))]
-    return tuple(tensor for _, tensor in sorted(pieces, key=lambda piece: piece[0]))
+def _check_scale_of_all_rows(checkpoint: Checkpoint, layer: int, layout: RowLayout, found: Found) -> None:
+    """Where the rows hold no scale, the checkpoint may have one for all of them, and then it is the manifest's."""
+    if layout.inline_scale is not None or not found.scale or layout.dtype == "u8":  # u8: bytes that only the engine understands
+        return
+    if layout.scale is None:
+        raise InvalidArgument(
+            f"{layer}.rows: the checkpoint scales these rows by {found.scale[0]}, the manifest has no row.scale: all their numbers "
+            "would be wrong"
+        )
+    if not is_single(found.scale):
+        raise InvalidArgument(
+            f"{layer}.scale: one number expected, for the manifest has one scale of all rows; got {found.scale[0]}"
+        )
+    there = read_single(checkpoint, found.scale)
+    if there != layout.scale:
+        raise FingerprintMismatch("row.scale", f"{layout.scale.value!r} (manifest)", f"{there.value!r} ({found.scale[0].name})")
 
 
-def _layer_of(name: str, role: str) -> int | None:
-    if not any(name.endswith("." + suffix) or name == suffix for suffix in _SUFFIXES[role]):
-        return None
-    numbers = _LAYER.findall(name)
-    return int(numbers[-1]) if numbers else None
+def _packed(rows: Shards, layout: RowLayout) -> bool:
+    """Whether rows lie in the checkpoint as a segment holds them."""
+    return _all_like(rows, ("U8",), layout.bytes)
 
 
-def _check(checkpoint: Checkpoint, role: str, tensors: tuple[Tensor, ...], dtypes: tuple[str, ...], width: int) -> None:
+def _check(checkpoint: Checkpoint, role: str, tensors: Shards, dtypes: tuple[str, ...], width: int) -> None:
     if not _all_like(tensors, dtypes, width):
-        got = ", ".join(map(str, tensors[:4]))
-        raise InvalidArgument(f"{role}: {' or '.join(dtypes)} [rows, {width}] expected, got {got}. {listed(checkpoint)}")
+        wrong = next(tensor for tensor in tensors if not _like(tensor, dtypes, width))
+        raise InvalidArgument(f"{role}: {' or '.join(dtypes)} [rows, {width}] expected, got {wrong}. {listed(checkpoint)}")
 
 
-def _all_like(tensors: tuple[Tensor, ...], dtypes: tuple[str, ...], width: int) -> bool:
-    return all(tensor.dtype in dtypes and len(tensor.shape) == 2 and tensor.shape[1] == width for tensor in tensors)
+def _all_like(tensors: Shards, dtypes: tuple[str, ...], width: int) -> bool:
+    return all(_like(tensor, dtypes, width) for tensor in tensors)
 
 
-def _height(tensors: tuple[Tensor, ...]) -> int:
-    return sum(tensor.shape[0] for tensor in tensors)
+def _like(tensor: Tensor, dtypes: tuple[str, ...], width: int) -> bool:
+    flat = width == 1 and len(tensor.shape) == 1  # one scale a row may come without a second dimension
+    return tensor.dtype in dtypes and (flat or (len(tensor.shape) == 2 and tensor.shape[1] == width))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from engram_pool.domain.config_keys import model_name, whole, wholes
 from engram_pool.domain.ports import TokenMap
 from engram_pool.domain.token_maps import compressed_size, token_map_digest
 from treadle.contract import EngramModel, FingerprintMismatch, Fusion, InvalidArgument
 from treadle.contract.engram_model import COLUMNS_MAX, LAYERS_MAX, ORDER_MAX, ROWS_MAX
 from treadle.contract.families import deepseek_v41_model, head_primes
+
+V41_LAYERS_KEY = "engram_layer_ids"
 
 
 def v41_template(config: Mapping[str, Any], name: str, token_map: TokenMap | None) -> EngramModel:
@@ -23,24 +25,24 @@ def v41_template(config: Mapping[str, Any], name: str, token_map: TokenMap | Non
     if token_map is None:
         raise InvalidArgument("token_map: missing; a DeepSeek-V4.1 checkpoint needs the map of its tokenizer")
     text = config.get("text_config")
-    keys = text if isinstance(text, Mapping) and "engram_layer_ids" in text else config
-    vocabulary = _whole(keys, "engram_compressed_vocab_size")
+    keys = text if isinstance(text, Mapping) and V41_LAYERS_KEY in text else config
+    vocabulary = whole(keys, "engram_compressed_vocab_size")
     if compressed_size(token_map) != vocabulary:
         raise FingerprintMismatch("compressed_vocab_size", vocabulary, compressed_size(token_map))
     order_max, heads, layers = (
-        _whole(keys, "engram_max_ngram_size"),
-        _whole(keys, "engram_n_heads"),
-        _wholes(keys, "engram_layer_ids"),
+        whole(keys, "engram_max_ngram_size"),
+        whole(keys, "engram_n_heads"),
+        wholes(keys, V41_LAYERS_KEY),
     )
     _check_size(order_max, heads, layers)
-    base = _wholes(keys, "engram_vocab_size")
+    base = wholes(keys, "engram_vocab_size")
     base = base * (order_max - 1) if len(base) == 1 else base
     if len(base) != order_max - 1 or max(base) > ROWS_MAX:
         raise InvalidArgument(f"config.json: engram_vocab_size: one number, or one for each order 2 to {order_max}, got {base}")
     model = deepseek_v41_model(
-        _model_name(name), token_map=token_map_digest(token_map), pad_id=_whole(keys, "engram_pad_token_id"),
+        model_name(name), token_map=token_map_digest(token_map), pad_id=whole(keys, "engram_pad_token_id"),
         compressed_vocab_size=vocabulary, layers=layers, prime_base=base[0], order_max=order_max, heads=heads,
-        head_dim=_whole(keys, "engram_head_dim"), fusion=Fusion("v4.1"),
+        head_dim=whole(keys, "engram_head_dim"), fusion=Fusion("v4.1"),
     )  # fmt: skip
     model = replace(model, primes=head_primes(base, len(layers), heads)) if len(set(base)) > 1 else model
     _check_rows(keys, model)
@@ -57,7 +59,7 @@ def _check_size(order_max: int, heads: int, layers: list[int]) -> None:
 
 def _check_rows(keys: Mapping[str, Any], model: EngramModel) -> None:
     """The checkpoint says how many rows a layer has: the primes that we derive must give the same."""
-    stated = _wholes(keys, "engram_num_embeddings")
+    stated = wholes(keys, "engram_num_embeddings")
     stated = stated * len(model.layers) if len(stated) == 1 and len(model.layers) > 1 else stated
     for layer, rows in zip(model.layers, stated, strict=False):
         if rows < model.rows_hashed(layer):
@@ -65,26 +67,3 @@ def _check_rows(keys: Mapping[str, Any], model: EngramModel) -> None:
                 f"config.json: engram_num_embeddings: {rows} rows in layer {layer}, but its primes from engram_vocab_size on "
                 f"add up to {model.rows_hashed(layer)}"
             )
-
-
-def _whole(keys: Mapping[str, Any], key: str) -> int:
-    numbers = _wholes(keys, key)
-    if len(numbers) != 1:
-        raise InvalidArgument(f"config.json: {key}: one number expected, got {numbers}")
-    return numbers[0]
-
-
-def _wholes(keys: Mapping[str, Any], key: str) -> list[int]:
-    if key not in keys:
-        present = sorted(name for name in keys if name.startswith("engram"))[:16]
-        raise InvalidArgument(f"config.json: {key} is missing (there is {present or 'no engram_* key'}); give a manifest instead")
-    value = keys[key]
-    numbers = value if isinstance(value, list) else [value]
-    if not numbers or not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise InvalidArgument(f"config.json: {key}: whole numbers expected, got {value!r}")
-    return numbers
-
-
-def _model_name(folder: str) -> str:
-    name = re.sub(r"[^a-z0-9._+-]+", "-", folder.lower()).strip("-._+")
-    return name[:128] or "engram"

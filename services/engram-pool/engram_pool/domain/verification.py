@@ -5,19 +5,36 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator
-from functools import partial
 
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.ports import StoredVersion
 from engram_pool.domain.progress import PROGRESS_SECONDS, Progress
+from treadle.contract import DataLoss
+
+
+class Damaged(DataLoss):
+    """The chunk of one layer does not fit its checksum."""
+
+    def __init__(self, layer: int, chunk: int, reason: str) -> None:
+        super().__init__(reason)
+        self.layer, self.chunk = layer, chunk
+
+
+def check_chunk(stored: StoredVersion, layer: int, chunk: int) -> None:
+    """Raise Damaged unless the chunk is what was written."""
+    try:
+        stored.segments[layer].check_chunk(chunk)
+    except DataLoss as error:
+        raise Damaged(layer, chunk, str(error)) from error
 
 
 class Verification:
     """One pass over the segments of `stored`, by layer, then its fusion weights. The caller keeps them mapped until `run` has ended."""
 
     def __init__(self, stored: StoredVersion) -> None:
-        self._segments, self._fusion = stored.segments, stored.fusion
-        self._total = sum(segment.row_count * segment.row_bytes for segment in stored.segments.values())
+        self._stored = stored
+        self._chunks = [(layer, chunk) for layer, segment in stored.segments.items() for chunk in segment.chunks]
+        self._total = sum(stored.segments[layer].chunk(chunk).size for layer, chunk in self._chunks)
         self._at = Progress(0, self._total, "")
         self._caller_left = threading.Event()
 
@@ -35,18 +52,17 @@ class Verification:
             await asyncio.gather(work, return_exceptions=True)
 
     def _read(self) -> None:
-        done = 0
-        for layer, segment in self._segments.items():
-            segment.verify(partial(self._report, layer, done))
-            done += segment.row_count * segment.row_bytes
-        if self._fusion is not None:
-            self._fusion.verify()
-
-    def _report(self, layer: int, before: int, bytes_done: int, _: int) -> None:
-        self._at = Progress(min(before + bytes_done, self._total), self._total, f"layer {layer}")
-        if self._caller_left.is_set():
-            raise _CallerLeft
-
-
-class _CallerLeft(Exception):
-    """Nobody waits for the verification any more."""
+        done, segments = 0, self._stored.segments
+        for segment in segments.values():
+            segment.check_frame()
+        for place, (layer, chunk) in enumerate(self._chunks):
+            if place + 1 < len(self._chunks):
+                ahead_layer, ahead = self._chunks[place + 1]
+                segments[ahead_layer].will_need(ahead)
+            check_chunk(self._stored, layer, chunk)
+            done += segments[layer].chunk(chunk).size
+            self._at = Progress(done, self._total, f"layer {layer}")
+            if self._caller_left.is_set():
+                return
+        if self._stored.fusion is not None:
+            self._stored.fusion.verify()

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engram_pool.growing.memory import Layer, Memory, delta
-from treadle.contract.engram_model import row_layout
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.row_layout import row_layout
 from treadle.kernels import dequantise, quantise
 from treadle.nn.frozen import FrozenLM
 

@@ -29,8 +29,9 @@ from safetensors.torch import save as save_tensors
 from engram_pool.growing.card import CARD, read_card
 from engram_pool.growing.memory import FORM, Layer, Memory
 from treadle.contract import EngramModel, Fusion, Table
-from treadle.contract.engram_model import CARD_BYTES_MAX, row_layout
+from treadle.contract.engram_model import CARD_BYTES_MAX
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound
+from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import version_of_rows
 from treadle.kernels import dequantise, quantise
 from treadle.nn.fusion import FusionShape

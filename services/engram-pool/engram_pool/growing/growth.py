@@ -29,8 +29,8 @@ from engram_pool.growing.grower import Grower, Report, spread_of
 from engram_pool.growing.memory import Memory
 from engram_pool.growing.recipe import Recipe
 from treadle.contract import EngramModel
-from treadle.contract.engram_model import row_layout
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument
+from treadle.contract.row_layout import row_layout
 from treadle.nn.frozen import FrozenLM
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 from treadle.nn.weights import weights_digest

@@ -17,8 +17,8 @@ from torch.nn.functional import linear, rms_norm
 
 from engram_pool.growing.recipe import Recipe
 from treadle.contract import EngramModel, Fusion, Windows
-from treadle.contract.engram_model import row_layout
 from treadle.contract.families import deepseek_v41_model
+from treadle.contract.row_layout import row_layout
 from treadle.kernels import HashPlan, row_ids
 from treadle.nn.fusion import DOT_MIN, GATE_EPS
 from treadle.nn.token_map import token_map_digest

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.client.engram.sources import FakeSource, RowSource
+from treadle.client.engram.sources import FakeSource, RowSource, TableSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
+from treadle.contract.warm_state import WarmState
 from treadle.dataplane import DeadlineQueue
+
+_INT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint8)  # np.int64 itself would be turned into one at each comparison
 
 
 class EngramHandle:
@@ -30,6 +33,11 @@ class EngramHandle:
         return self._source.transport
 
     @property
+    def warm_state(self) -> WarmState:
+        """Whether a row's first gather meets a page fault in this process; UNKNOWN where its tables are elsewhere."""
+        return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
+
+    @property
     def layers(self) -> tuple[int, ...]:
         """0-based decoder layers that have a table."""
         return self.model.layers
@@ -45,10 +53,10 @@ class EngramHandle:
         Raises RowOutOfRange naming the first bad id (`out` is then untouched), InvalidArgument for shapes and layers.
         """
         self.model.layer_position(layer)
-        if rows.dtype != np.int64 or rows.ndim != 2:
+        if rows.dtype != _INT64 or rows.ndim != 2:
             raise InvalidArgument(f"rows: int64 [T, C] expected, got {rows.dtype} {list(rows.shape)}")
         shape = (*rows.shape, self.model.row.bytes)
-        target = np.empty(shape, dtype=np.uint8) if out is None else _check_out(out, shape)
+        target = np.empty(shape, dtype=_UINT8) if out is None else _check_out(out, shape)
         self._source.gather(layer, rows, target)
         return target
 
@@ -107,6 +115,7 @@ def fake_handle(
 
 
 def _check_out(out: Rows, shape: tuple[int, ...]) -> Rows:
-    if out.dtype != np.uint8 or out.shape != shape or not out.flags.c_contiguous or not out.flags.writeable:
+    flags = out.flags
+    if out.dtype != _UINT8 or out.shape != shape or not flags.c_contiguous or not flags.writeable:
         raise InvalidArgument(f"out: writable C-contiguous u8 {list(shape)} expected, got {out.dtype} {list(out.shape)}")
     return out

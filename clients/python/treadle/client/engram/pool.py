@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +19,10 @@ from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.mooncake_push import Pushed, PushOptions, push_version
 from treadle.client.engram.mooncake_source import mooncake_source
 from treadle.client.engram.mooncake_store import SegmentStore
+from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
+from treadle.client.engram.table_reading import describe_table, read_table
 from treadle.contract import EngramModel, InvalidArgument, NotFound, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
@@ -59,27 +62,33 @@ class EngramPool:
 
     def load_random(
         self, model: EngramModel, token_map: NDArray[np.int32] | None = None, *, seed: int = 0, keep_previous: bool = False,
-        progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
+        placement: types.OwnerShare | None = None, progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
     ) -> types.ResidentModel:  # fmt: skip
-        """Load seeded random rows for a template. Raises ResourceExhausted when there is no room, before anything is allocated."""
+        """Load seeded random rows for a template, or an owner's share of them.
+
+        Raises ResourceExhausted when there is no room, before anything is allocated.
+        """
         request = types.load_request(model, token_map, keep_previous)
         request.random.CopyFrom(pb.RandomSource(seed=seed))
-        return self._load(request, progress, timeout_seconds)
+        return self._load(types.placed(request, placement), progress, timeout_seconds)
 
     def load_checkpoint(
         self, path: Path, model: EngramModel | None = None, token_map: NDArray[np.int32] | None = None, *,
-        tensors: Mapping[str, str] | None = None, keep_previous: bool = False, progress: ProgressCallback | None = None,
-        timeout_seconds: float = LOAD_SECONDS_MAX,
+        tensors: Mapping[str, str] | None = None, name: str = "", row_dtype: str = "", keep_previous: bool = False,
+        placement: types.OwnerShare | None = None, progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
     ) -> types.ResidentModel:  # fmt: skip
-        """Load tables from safetensors on the pool's host.
+        """Load tables from safetensors on the pool's host; `placement`: an owner's share of them.
 
-        model:   template to load for; None: derived from the checkpoint's config.json (DeepSeek-V4.1)
-        tensors: role -> tensor name where names do not match by suffix, e.g. {"1.rows": "engram.weight"}
-        Raises InvalidArgument listing the tensors found when roles stay open, NotFound, ResourceExhausted.
+        model:     template to load for; None: derived from the checkpoint's config.json (DeepSeek-V4.1, Qwen PLE) and tensors
+        tensors:   role -> tensor name where names do not match by suffix, e.g. {"1.rows": "engram.shard_*.weight"}
+        name, row_dtype: where the model is derived: the name to load it under ("": the folder's), and what U8 rows hold: nf4, int4
+        Raises InvalidArgument listing the tensors found when roles stay open, NotFound, ResourceExhausted, FingerprintMismatch
+        for a checkpoint that hashes otherwise.
         """
+        source = pb.CheckpointSource(path=str(path), tensors=dict(tensors or {}), name=name, row_dtype=row_dtype)
         request = types.load_request(model, token_map, keep_previous)
-        request.checkpoint.CopyFrom(pb.CheckpointSource(path=str(path), tensors=dict(tensors or {})))
-        return self._load(request, progress, timeout_seconds)
+        request.checkpoint.CopyFrom(source)
+        return self._load(types.placed(request, placement), progress, timeout_seconds)
 
     def load_grown(
         self, path: Path, name: str | None = None, *, keep_previous: bool = True, progress: ProgressCallback | None = None,
@@ -92,6 +101,38 @@ class EngramPool:
         Raises NotFound and InvalidArgument naming the file, DataLoss for one that is not what the manifest says, ResourceExhausted.
         """
         return self._load(types.grown_request(path, name, keep_previous), progress, timeout_seconds)
+
+    def load_peers(
+        self, endpoints: Sequence[str], model: str, version: str | None = None, *, placement: types.OwnerShare | None = None,
+        keep_previous: bool = False, progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load a version that other pools hold, whole or in parts.
+
+        endpoints: their addresses, asked in this order; version: None: the one that is current at the first that answers
+        placement: keep an owner's rows only; the digests of all chunks are compared with the version all the same
+        Raises NotFound, Unavailable naming each peer's reason, DataLoss for bytes that do not fit, ResourceExhausted.
+        """
+        request = pb.LoadTableRequest(
+            peers=pb.PeerSource(endpoints=endpoints, ref=_ref(model, version)), keep_previous=keep_previous
+        )
+        return self._load(types.placed(request, placement), progress, timeout_seconds)
+
+    def describe(self, model: str, version: str | None = None) -> types.OpenedModel:
+        """Where a version lies and what it is, without opening it. Raises NotFound, DataLoss, Unavailable."""
+        return types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
+
+    def describe_table(self, model: str, layer: int, version: str | None = None) -> tuple[bytes, bytes]:
+        """(sha256 of each chunk of a table, joined; its token map, int32 little-endian, or empty), for pools."""
+        request = pb.ReadTableRequest(ref=_ref(model, version), layer=layer)
+        return describe_table(self._endpoint, self._stub, request, self._endpoint.timeout_seconds)
+
+    def read_table(self, model: str, layer: int, first_byte: int, byte_count: int, version: str | None = None) -> bytes:
+        """Bytes of a table as they lie in the pool, for pools; compare them with its digests.
+
+        Raises RowOutOfRange where that pool does not hold them all, DataLoss for another number of bytes.
+        """
+        request = pb.ReadTableRequest(ref=_ref(model, version), layer=layer, first_byte=first_byte, byte_count=byte_count)
+        return read_table(self._endpoint, self._stub, request, self._endpoint.timeout_seconds)
 
     def load_store(
         self, store: str, model: str, version: str | None = None, *, protocol: str = "tcp", keep_previous: bool = True,
@@ -140,6 +181,21 @@ class EngramPool:
         """The list now, then again after each change, until closed or the time is over (DeadlineExceeded)."""
         for answer in self._endpoint.stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
             yield [types.resident_model(model) for model in answer.models]
+
+    def watch_owners(self, model: str = "", version: str = "", *, itself_only: bool = False) -> OwnerWatch:
+        """The owners of the fabric as this pool knows them, now and after each change: iterate it, `cancel` it to end it.
+
+        model, version: tell only what they hold of this version, both given; none: of all
+        itself_only:    tell of this pool alone
+        """
+        request = pb.WatchOwnersRequest(ref=pb.ModelRef(model=model, version=version), itself_only=itself_only)
+        call = self._stub.WatchOwners(request, timeout=WATCH_SECONDS_MAX, metadata=self._endpoint.metadata)
+        return OwnerWatch(self._endpoint, call)
+
+    def owners(self, model: str = "", version: str = "") -> OwnerList:
+        """The owners now. Raises Unavailable."""
+        with closing(iter(self.watch_owners(model, version))) as lists:
+            return next(lists)
 
     def verify(
         self,
@@ -220,6 +276,13 @@ class AsyncEngramPool:
         """`EngramPool.watch`."""
         async for answer in self._endpoint.aio_stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
             yield [types.resident_model(model) for model in answer.models]
+
+    async def watch_owners(self, *, itself_only: bool = False) -> AsyncGenerator[OwnerList, None]:
+        """`EngramPool.watch_owners`."""
+        request = pb.WatchOwnersRequest(itself_only=itself_only)
+        async with aclosing(self._endpoint.aio_stream(self._stub.WatchOwners, request, WATCH_SECONDS_MAX)) as answers:
+            async for listed in owner_lists(answers):
+                yield listed
 
     async def run(self, action: Callable[[EngramPool], Result]) -> Result:
         """Run one of `EngramPool`'s long calls in a thread: `await pool.run(lambda pool: pool.load_random(template))`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,18 @@ from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, EngramModel, NotFound, ResourceExhausted, Windows
 from treadle.contract.engram_model import FUSION_BYTES_MAX
+from treadle.contract.placement import Spread
+from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
+
+_WARM_STATES = {
+    pb.WARM_STATE_COLD: WarmState.COLD, pb.WARM_STATE_WARMING: WarmState.WARMING, pb.WARM_STATE_WARM: WarmState.WARM,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """One version that a pool holds. `readers`: processes on its host that hold it now."""
+    """One version that a pool holds. `readers`: processes on its host that hold it now; `warm_state`: in the pool's own process."""
 
     model: EngramModel
     version: str
@@ -27,11 +33,16 @@ class ResidentModel:
     segment_bytes: int
     readers: int
     loaded_at_seconds: float
+    warm_state: WarmState = WarmState.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlace:
-    """Where one table lies on the pool's host; `rows_offset_bytes` from the start of the file."""
+    """Where one table lies on the pool's host.
+
+    segment_offset_bytes: from the start of the file or device to the segment; `rows_offset_bytes`: from there to the rows
+    held:                 ranges [first, last) of the rows that the pool holds; empty: all
+    """
 
     layer: int
     path: Path
@@ -39,11 +50,13 @@ class SegmentPlace:
     rows: int
     row_bytes: int
     file_bytes: int
+    segment_offset_bytes: int = 0
+    held: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class PoolDoor:
-    """Another way to a pool's rows than gRPC. `transport`: what to speak at `address`."""
+class Door:
+    """A native way to the rows of a pool. transport: socket, ring or mooncake; address: host:port, or unix:PATH."""
 
     transport: str
     address: str
@@ -54,7 +67,7 @@ class OpenedModel:
     """A version and where it lies. A reader holds flock(LOCK_SH) on `lock_path` while it maps.
 
     card:  of a grown memory
-    doors: of the pool, the fastest first
+    doors: native ways to its rows, the fastest first
     """
 
     resident: ResidentModel
@@ -62,15 +75,34 @@ class OpenedModel:
     fingerprint: Mapping[str, str]
     lock_path: Path
     card: Mapping[str, Any] | None = None
-    doors: tuple[PoolDoor, ...] = ()
+    card_json: bytes = b""
+    doors: tuple[Door, ...] = ()
 
-    def door(self, transport: str) -> PoolDoor:
+    def door(self, transport: str) -> Door:
         """The pool's door for `transport`. Raises NotFound saying which there are."""
         for door in self.doors:
             if door.transport == transport:
                 return door
         there = ", ".join(door.transport for door in self.doors) or "none"
         raise NotFound(f"the pool has no {transport} door; there is {there} (beside mapped, local and rpc)")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerShare:
+    """The rows that one owner keeps of tables that are spread over several."""
+
+    owner: str
+    spread: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubStatus:
+    """The pool's background pass over all checksums, since its start. `pass_ended_at_seconds`: since the epoch; 0: no whole pass."""
+
+    chunks_checked: int
+    chunks_bad: int
+    chunks_repaired: int
+    pass_ended_at_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,25 +134,35 @@ class PoolStatus:
     segment_dir: Path
     page_bytes: int
     draining: bool
+    scrub: ScrubStatus = ScrubStatus(0, 0, 0, 0.0)
+    doors: tuple[Door, ...] = ()
 
 
 def resident_model(message: pb.Model) -> ResidentModel:
     """Read one. Raises InvalidArgument for a manifest that this SDK does not understand."""
     return ResidentModel(
         EngramModel.from_json(message.manifest_json), message.ref.version, message.current, message.segment_bytes,
-        message.readers, message.loaded_at_seconds,
+        message.readers, message.loaded_at_seconds, _WARM_STATES.get(message.warm_state, WarmState.UNKNOWN),
     )  # fmt: skip
 
 
 def opened_model(message: pb.OpenModelResponse) -> OpenedModel:
     """Read one."""
     places = tuple(
-        SegmentPlace(s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes) for s in message.segments
-    )
+        SegmentPlace(
+            s.layer, Path(s.path), s.rows_offset_bytes, s.rows, s.row_bytes, s.file_bytes, s.segment_offset_bytes,
+            tuple((r.first, r.last) for r in s.held),
+        )
+        for s in message.segments
+    )  # fmt: skip
     return OpenedModel(
         resident_model(message.model), places, dict(message.fingerprint), Path(message.lock_path), _card(message.card_json),
-        tuple(PoolDoor(door.transport, door.address) for door in message.doors),
+        message.card_json, _doors(message.doors),
     )  # fmt: skip
+
+
+def _doors(messages: Iterable[pb.Door]) -> tuple[Door, ...]:
+    return tuple(Door(message.transport, message.address) for message in messages)
 
 
 def promoted(message: pb.PromoteModelResponse) -> Promoted:
@@ -158,6 +200,11 @@ def pool_status(message: pb.StatusResponse) -> PoolStatus:
     return PoolStatus(
         message.build_version, message.proto_version, message.pid, message.table_bytes, message.table_bytes_max,
         Path(message.segment_dir), message.page_bytes, message.draining,
+        ScrubStatus(
+            message.scrub.chunks_checked_total, message.scrub.chunks_bad_total, message.scrub.chunks_repaired_total,
+            message.scrub.pass_ended_at_seconds,
+        ),
+        _doors(message.doors),
     )  # fmt: skip
 
 
@@ -175,6 +222,16 @@ def load_request(model: EngramModel | None, token_map: NDArray[np.int32] | None,
         manifest_json=model.template.to_json() if model else b"",
         token_map=b"" if token_map is None else token_map.astype("<i4").tobytes(), keep_previous=keep_previous,
     )  # fmt: skip
+
+
+def placed(request: pb.LoadTableRequest, share: OwnerShare | None) -> pb.LoadTableRequest:
+    """The same request for an owner's rows only; unchanged for None."""
+    if share is not None:
+        spread = share.spread
+        request.placement.CopyFrom(pb.Placement(
+            owners=spread.owners, owner=share.owner, replicas=spread.replicas, stretch_rows=spread.stretch_rows,
+        ))  # fmt: skip
+    return request
 
 
 def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadTableRequest:

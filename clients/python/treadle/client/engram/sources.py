@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
+from treadle.contract.warm_state import WarmState
 from treadle.dataplane import WORKERS_MAX, DeadlineQueue, Ticket
+from treadle.dataplane.warming import PageWarmer, Warming
 from treadle.kernels import HashPlan, gather_rows, lookup
 from treadle.kernels.pages import HUGE_PAGE_BYTES, mapped_page_bytes
 from treadle.kernels.segment import Segment
@@ -60,8 +62,8 @@ class TableSource:
     """
 
     def __init__(self, transport: Transport, model: EngramModel, tables: Mapping[int, Rows], token_map: NDArray[np.int32] | None,
-                 *, workers: int = 1) -> None:  # fmt: skip
-        self.transport = transport
+                 *, workers: int = 1, warming: Warming | None = None) -> None:  # fmt: skip
+        self.transport, self._warming = transport, warming
         self._tables = dict(tables)
         self._plans = {layer: HashPlan.from_model(model, layer, token_map) for layer in model.layers}
         for layer in model.layers:
@@ -101,6 +103,11 @@ class TableSource:
             raise
         self._tickets.remember(tickets.values())
         return dict(tickets)
+
+    @property
+    def warm_state(self) -> WarmState:
+        """Whether all pages of its tables are entered in this process."""
+        return WarmState.WARM if self._warming is None else self._warming.state
 
     def page_bytes(self) -> int:
         """See RowSource."""
@@ -147,16 +154,20 @@ class _Tickets:
 
 
 def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
-    """Map the host's one copy, read-only, holding its lock.
+    """Map the host's one copy, read-only, holding its lock. Its pages are entered in the background: gathers work meanwhile.
 
-    Raises NotFound if the version left meanwhile or lies on another host, DataLoss if a segment does not fit.
+    Raises NotFound if the version left meanwhile or lies on another host, InvalidArgument if the pool holds a part of it only,
+    DataLoss if a segment does not fit.
     """
     with ExitStack() as stack:
         segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: segment.rows for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
-        source = TableSource(Transport.MAPPED, model, tables, token_map, workers=workers)
+        warmer = PageWarmer()
+        stack.callback(warmer.close)
+        warming = warmer.warm([span for segment in segments.values() for span in segment.spans_to_enter()])
+        source = TableSource(Transport.MAPPED, model, tables, token_map, workers=workers, warming=warming)
         source.own(stack.pop_all())  # only now: a source that could not be made must not keep the version's lock
         return source
 
@@ -257,13 +268,19 @@ class _DelayedTicket:
 
 
 def map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
-    """Map every segment, by layer, under the version's shared lock; both go with `stack`. Raises NotFound, DataLoss."""
-    stack.callback(os.close, _hold_lock(opened))
-    segments = {place.layer: stack.enter_context(Segment(place.path)) for place in opened.segments}
+    """Map every segment, by layer, under the version's shared lock; both go with `stack`. Raises NotFound, InvalidArgument, DataLoss."""
     for place in opened.segments:
-        segment = segments[place.layer]
-        segment.populate()
-        if (segment.row_count, segment.row_bytes) != (place.rows, place.row_bytes):
+        if place.held:
+            raise InvalidArgument(
+                f"{opened.resident.model.name} {opened.resident.version}: this pool holds a part of layer {place.layer} only: "
+                "other rows would read as zeros; ask all its owners"
+            )
+    stack.callback(os.close, _hold_lock(opened))
+    segments = {}
+    for place in opened.segments:
+        segment = stack.enter_context(Segment(place.path, place.segment_offset_bytes, place.file_bytes))
+        segments[place.layer] = segment
+        if (segment.row_count, segment.row_bytes) != (place.rows, place.row_bytes) or segment.held is not None:
             raise DataLoss(
                 f"{place.path}: {segment.row_count} x {segment.row_bytes} bytes, the pool says {place.rows} x {place.row_bytes}"
             )

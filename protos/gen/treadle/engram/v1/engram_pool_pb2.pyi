@@ -203,7 +203,7 @@ class Segment(_message.Message):
     """Where the segment begins in `path`, bytes: 0 in a file of its own, a multiple of 2 MiB on a DAX device."""
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
-        """The rows that this pool holds, rising; empty: all of them."""
+        """The rows that this pool holds, rising; empty: all of them; one range [0, 0): none."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class LoadTableRequest(_message.Message):
     KEEP_PREVIOUS_FIELD_NUMBER: _builtins.int
     manifest_json: _builtins.bytes
     """The manifest to load for, canonical JSON, without tables. Empty: derived from the checkpoint's config.json
-    (DeepSeek-V4.1).
+    (DeepSeek-V4.1, Qwen PLE) and tensors.
     """
     token_map: _builtins.bytes
     """Token map raw id -> compressed id, int32 little-endian; empty for families without one."""
@@ -323,21 +323,31 @@ class CheckpointSource(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ROW_DTYPE_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """A safetensors file, or a folder that is searched for *.safetensors."""
+    name: _builtins.str
+    """Name to load it under, where the manifest is derived; empty: the checkpoint folder's."""
+    row_dtype: _builtins.str
+    """What rows stored as plain bytes (U8) hold, where the manifest is derived: nf4 or int4; empty: as config.json says."""
     @_builtins.property
     def tensors(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """role -> tensor name, where names do not match by suffix. Roles: `<layer>.rows`, `<layer>.scale`."""
+        """role -> tensor name, where names do not match by suffix. Roles: `<layer>.rows`, `<layer>.scale`, or shard by shard
+        `<layer>.rows.<k>`, `<layer>.scale.<k>`; one `*` in a name stands for the numbers of shards.
+        """
 
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         tensors: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        name: _builtins.str = ...,
+        row_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "path", b"path", "row_dtype", b"row_dtype", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1124,7 +1134,7 @@ class ReadTableRequest(_message.Message):
     first_byte: _builtins.int
     """First byte of the rows, counted from the first row."""
     byte_count: _builtins.int
-    """How many bytes."""
+    """How many bytes; 0: what is known of the table, and none of its rows."""
     @_builtins.property
     def ref(self) -> Global___ModelRef:
         """Which version."""
@@ -1153,19 +1163,25 @@ class ReadTableResponse(_message.Message):
 
     DATA_FIELD_NUMBER: _builtins.int
     CHUNK_DIGESTS_FIELD_NUMBER: _builtins.int
+    TOKEN_MAP_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     """Bytes of rows."""
     chunk_digests: _builtins.bytes
-    """In the first message: sha256 of each chunk of 4 MiB of the whole table, 32 bytes each; empty where they are not kept."""
+    """For a byte_count of 0, in pieces: sha256 of each chunk of 4 MiB of the whole table, 32 bytes each; empty where they are not
+    kept.
+    """
+    token_map: _builtins.bytes
+    """For a byte_count of 0, in pieces behind the digests: the token map, int32 little-endian; empty for families without one."""
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
         chunk_digests: _builtins.bytes = ...,
+        token_map: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_digests", b"chunk_digests", "data", b"data", "token_map", b"token_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1226,6 +1242,174 @@ class ReserveBandwidthResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReserveBandwidthResponse: _TypeAlias = ReserveBandwidthResponse  # noqa: Y015
+
+@_typing.final
+class WatchOwnersRequest(_message.Message):
+    """Asks to watch the owners."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    ITSELF_ONLY_FIELD_NUMBER: _builtins.int
+    itself_only: _builtins.bool
+    """Tell only of the pool that is asked."""
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Tell only what they hold of this version, name and version both given; none: of all versions."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+        itself_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itself_only", b"itself_only", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchOwnersRequest: _TypeAlias = WatchOwnersRequest  # noqa: Y015
+
+@_typing.final
+class WatchOwnersResponse(_message.Message):
+    """The owners, or a part of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNERS_FIELD_NUMBER: _builtins.int
+    COMPLETE_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    complete: _builtins.bool
+    """True for the message that ends a list."""
+    stale: _builtins.bool
+    """The directory has not answered for a while: the list is the last one known."""
+    @_builtins.property
+    def owners(self) -> _containers.RepeatedCompositeFieldContainer[Global___Owner]:
+        """Owners; one that comes again in the same list holds what it tells in all of them."""
+
+    def __init__(
+        self,
+        *,
+        owners: _abc.Iterable[Global___Owner] | None = ...,
+        complete: _builtins.bool = ...,
+        stale: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "owners", b"owners", "stale", b"stale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchOwnersResponse: _TypeAlias = WatchOwnersResponse  # noqa: Y015
+
+@_typing.final
+class Owner(_message.Message):
+    """A pool that holds rows of the fabric."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    DOORS_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
+    REACHABLE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, as in placements."""
+    endpoint: _builtins.str
+    """Its gRPC address as others reach it, host:port."""
+    epoch: _builtins.int
+    """Rises with everything that it tells of itself, over its restarts too."""
+    leaving: _builtins.bool
+    """It still answers, and asks to be left."""
+    reachable: _builtins.bool
+    """False: the pool that tells of it does not hear from it now."""
+    @_builtins.property
+    def doors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Door]:
+        """Other ways to its rows, the fastest first."""
+
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]:
+        """What it holds."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        endpoint: _builtins.str = ...,
+        doors: _abc.Iterable[Global___Door] | None = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
+        epoch: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
+        reachable: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doors", b"doors", "endpoint", b"endpoint", "epoch", b"epoch", "holdings", b"holdings", "leaving", b"leaving", "name", b"name", "reachable", b"reachable"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Owner: _TypeAlias = Owner  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    """What an owner holds of one version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Name and version."""
+
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___LayerHolding]:
+        """One for each layer of which it holds rows."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+        layers: _abc.Iterable[Global___LayerHolding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class LayerHolding(_message.Message):
+    """What an owner holds of one table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYER_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    layer: _builtins.int
+    """0-based decoder layer."""
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowRange]:
+        """Rows, rising and disjoint."""
+
+    def __init__(
+        self,
+        *,
+        layer: _builtins.int = ...,
+        held: _abc.Iterable[Global___RowRange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "layer", b"layer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LayerHolding: _TypeAlias = LayerHolding  # noqa: Y015
 
 @_typing.final
 class RemoveModelRequest(_message.Message):

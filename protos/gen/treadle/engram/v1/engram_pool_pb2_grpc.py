@@ -100,6 +100,11 @@ class EngramPoolServiceStub:
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.SerializeToString,
                 response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.FromString,
                 _registered_method=True)
+        self.WatchOwners = channel.unary_stream(
+                '/treadle.engram.v1.EngramPoolService/WatchOwners',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersResponse.FromString,
+                _registered_method=True)
         self.RemoveModel = channel.unary_unary(
                 '/treadle.engram.v1.EngramPoolService/RemoveModel',
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.RemoveModelRequest.SerializeToString,
@@ -207,6 +212,15 @@ class EngramPoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchOwners(self, request, context):
+        """The owners of the fabric as this pool knows them, at once and again after each change; an empty message at least every
+        second in between, so that a watcher knows when it hears nothing any more. A list that is too long for one message comes
+        in several.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemoveModel(self, request, context):
         """Takes a version out of the list; its memory goes when no reader holds it.
         """
@@ -283,6 +297,11 @@ def add_EngramPoolServiceServicer_to_server(servicer, server):
                     servicer.ReserveBandwidth,
                     request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.FromString,
                     response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.SerializeToString,
+            ),
+            'WatchOwners': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchOwners,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersResponse.SerializeToString,
             ),
             'RemoveModel': grpc.unary_unary_rpc_method_handler(
                     servicer.RemoveModel,
@@ -625,6 +644,33 @@ class EngramPoolService:
             '/treadle.engram.v1.EngramPoolService/ReserveBandwidth',
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthRequest.SerializeToString,
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.ReserveBandwidthResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchOwners(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/WatchOwners',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchOwnersResponse.FromString,
             options,
             channel_credentials,
             insecure,

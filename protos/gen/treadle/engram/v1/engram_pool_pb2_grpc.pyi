@@ -67,6 +67,11 @@ class EngramPoolServiceStub:
     """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it."""
     ReserveBandwidth: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.ReserveBandwidthRequest, _engram_pool_pb2.ReserveBandwidthResponse]
     """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
+    WatchOwners: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.WatchOwnersRequest, _engram_pool_pb2.WatchOwnersResponse]
+    """The owners of the fabric as this pool knows them, at once and again after each change; an empty message at least every
+    second in between, so that a watcher knows when it hears nothing any more. A list that is too long for one message comes
+    in several.
+    """
     RemoveModel: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]
@@ -111,6 +116,11 @@ class EngramPoolServiceAsyncStub(EngramPoolServiceStub):
     """The bytes of one table as they lie here, for a pool that loads from this one or repairs a chunk from it."""
     ReserveBandwidth: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.ReserveBandwidthRequest, _engram_pool_pb2.ReserveBandwidthResponse]  # type: ignore[assignment]
     """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
+    WatchOwners: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.WatchOwnersRequest, _engram_pool_pb2.WatchOwnersResponse]  # type: ignore[assignment]
+    """The owners of the fabric as this pool knows them, at once and again after each change; an empty message at least every
+    second in between, so that a watcher knows when it hears nothing any more. A list that is too long for one message comes
+    in several.
+    """
     RemoveModel: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.RemoveModelRequest, _engram_pool_pb2.RemoveModelResponse]  # type: ignore[assignment]
     """Takes a version out of the list; its memory goes when no reader holds it."""
     Status: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.StatusRequest, _engram_pool_pb2.StatusResponse]  # type: ignore[assignment]
@@ -224,6 +234,17 @@ class EngramPoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engram_pool_pb2.ReserveBandwidthResponse, _abc.Awaitable[_engram_pool_pb2.ReserveBandwidthResponse]]:
         """Keeps bandwidth of this host's memory free for other traffic (KV blocks) for a while; rows are admitted to what is left."""
+
+    @_abc_1.abstractmethod
+    def WatchOwners(
+        self,
+        request: _engram_pool_pb2.WatchOwnersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.WatchOwnersResponse], _abc.AsyncIterator[_engram_pool_pb2.WatchOwnersResponse]]:
+        """The owners of the fabric as this pool knows them, at once and again after each change; an empty message at least every
+        second in between, so that a watcher knows when it hears nothing any more. A list that is too long for one message comes
+        in several.
+        """
 
     @_abc_1.abstractmethod
     def RemoveModel(
