@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis clients/python services/engram-pool services/inference-worker services/inference-gateway benchmarks
+ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis clients/python services/engram-pool services/inference-worker services/inference-gateway benchmarks loadtests
 NATIVE := $(wildcard benchmarks/setup.py benchmarks/src/*.cpp libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
 TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis httpx grpcio-tools mypy-protobuf buf-bin
 PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
@@ -71,6 +71,11 @@ protos-check: protos  ## fail if protos/gen is not what the protos say
 .PHONY: bench
 bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes; grow, hours, apart)
 	$(BIN)/treadle bench all
+
+.PHONY: loadtest
+loadtest: $(VENV)/installed  ## versions swapped and processes killed under load, every row compared (about 10 minutes)
+	$(BIN)/treadle loadtest swap
+	$(BIN)/treadle loadtest chaos
 
 .PHONY: up
 up: $(VENV)/installed  ## pool, worker and gateway on this machine, until Ctrl-C

@@ -1,108 +1,177 @@
-"""`treadle bench gather`: rows of one table into a buffer, from Python, against Listing 1 and the read-only pass."""
+"""`treadle bench gather`: rows of one table into a buffer, from Python: ours, Listing 1, the read-only pass, and what users have today."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from treadle.client.engram.handle import EngramHandle
-from treadle.client.engram.sources import TableSource, private_copy
-from treadle.contract import EngramModel, RowLayout, Scale, Table, Transport
-from treadle.contract.families import demo_model
-from treadle.kernels.segment import Segment
-from treadle.kernels.segment_writer import SegmentWriter
+from treadle.contract import Deadline, Unavailable
+from treadle.dataplane import DeadlineQueue
+from treadle.kernels import calibrate_prefetch
 from treadle_bench import _baselines
+from treadle_bench.busy_core import busy_core
+from treadle_bench.engramdb_peer import engramdb_peer
+from treadle_bench.gather_goals import BUSY, GOAL_TOKENS, goals_of
+from treadle_bench.gather_tables import PROFILES, SMALL, PagedTable, Profile, handle_on, tables
 from treadle_bench.report import Goal, Row, interleave, rows_of
 
 TABLE_BYTES = 2_560_000_000  # far beyond any cache
 TOKENS = (1, 16, 64, 256, 1024, 4096)
-FILL_BYTES = 16 << 20
 WARM_ROUNDS = 3
-SETTLE_SECONDS, SETTLE_IDS = 3.0, 1_000_000
 IDS_KEPT = 4_000_000  # row ids made beforehand: rows of 1.3 GB, so that a set comes again only when no cache holds it
 ID_SETS_MIN = 16
+PIECE_ROWS = 512  # of the two-thread gather: each worker takes the next piece when it has done one
+BUSY_ROUNDS, BUSY_ROUNDS_QUICK = 2000, 200
+WAIT_SECONDS = 10.0
+TWO_THREADS = ", two threads"  # of a name, until the rows are made
+
+Bytes: TypeAlias = NDArray[np.uint8]
+Ids: TypeAlias = NDArray[np.int64]
+Act = Callable[[int], object]
+"""Gathers the set of ids with that number; what it returns is dropped."""
+Timed = Callable[[int], float]
+"""One round: microseconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
-    """A row layout that models use."""
-
-    name: str
-    row: RowLayout
-    rows_per_token: int
-
-
-PROFILES = (
-    Profile("16x320", RowLayout(320, 160, "bf16"), 16),
-    Profile("24x264", RowLayout(264, 256, "fp8_e4m3", Scale("ue8m0", 32)), 24),
-)
-
-
-def measure(*, quick: bool, table_bytes: int = TABLE_BYTES) -> tuple[list[Row], list[Goal]]:
-    """Every profile on 4 KiB and 2 MiB pages. Needs 2.5 GB of tmpfs twice over, one after the other."""
+def measure(*, quick: bool, table_bytes: int = TABLE_BYTES) -> tuple[list[Row], list[Goal], list[str]]:
+    """Every profile on 4 KiB and 2 MiB pages, and what could not be measured. Needs 2.5 GB of tmpfs twice over."""
     rows: list[Row] = []
     goals: list[Goal] = []
+    notes: list[str] = []
+    torch.set_num_threads(1)
     for profile in PROFILES[:1] if quick else PROFILES:
-        table_rows = table_bytes // profile.row.bytes
-        with _tables(profile, table_rows) as tables:
-            for table in tables.values():
-                _settle(table, profile.row.bytes)
-            for tokens in (256,) if quick else TOKENS:
-                rows += _measure_tokens(
-                    profile, tables, table_rows, tokens, rounds=60 if quick else max(100, min(600, 200_000 // tokens))
-                )
-    for profile in PROFILES[:1] if quick else PROFILES:
-        goals += _goals(rows, profile.name)
-    return rows, goals
+        with tables(profile, table_bytes // profile.row.bytes) as both:
+            notes += [f"{profile.name}, {table.pages}: {_calibrated(table)}" for table in both]
+            for tokens in (GOAL_TOKENS,) if quick else TOKENS:
+                rounds = 60 if quick else max(100, min(600, 200_000 // tokens))
+                rows += _measure_tokens(profile, both, tokens, rounds, notes)
+            rows += _measure_busy(profile, both, BUSY_ROUNDS_QUICK if quick else BUSY_ROUNDS, notes)
+        goals += goals_of([row for row in rows if row.params["rows"] == profile.name], profile.name)
+    return rows, goals, notes
 
 
-def _settle(table: NDArray[np.uint8], row_bytes: int) -> None:
-    """Read the table at random for a while, untimed: a virtual machine's host gives new memory its final pages only after use."""
-    ids = np.random.default_rng(0).integers(0, len(table), size=SETTLE_IDS, dtype=np.int64)
-    end = time.monotonic() + SETTLE_SECONDS
-    while time.monotonic() < end:
-        _baselines.read_only(table, ids, row_bytes)
+def _measure_tokens(profile: Profile, both: tuple[PagedTable, PagedTable], tokens: int, rounds: int, notes: list[str]) -> list[Row]:
+    ids = _id_sets(profile, both[0], tokens)
+    out = np.zeros((*ids.shape[1:], profile.row.bytes), dtype=np.uint8)
+    with ExitStack() as stack:
+        acts = stack.enter_context(_acts(profile, both, ids, out))
+        sets = len(ids)
+        count = len(acts) + 1
+        variants: dict[str, Timed] = {name: _timed(act, place, count, sets) for place, (name, act) in enumerate(acts.items())}
+        if tokens == GOAL_TOKENS:
+            variants |= _engramdb(stack, both[1], profile, ids, notes, place=count - 1, count=count)
+        for number in range(WARM_ROUNDS):
+            for timed in variants.values():
+                timed(number)
+        samples = interleave(variants, rounds, seed=tokens, what=f"{profile.name}, {tokens} tokens")
+    return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": tokens}, "us", f"listing1 {SMALL}"))
 
 
-def _measure_tokens(profile: Profile, tables: dict[str, NDArray[np.uint8]], table_rows: int, tokens: int, rounds: int) -> list[Row]:
-    columns, row_bytes = profile.rows_per_token, profile.row.bytes
+@contextmanager
+def _acts(profile: Profile, both: tuple[PagedTable, PagedTable], ids: Ids, out: Bytes) -> Iterator[dict[str, Act]]:
+    """Everything that is called in this process, by name."""
+    small, offsets = both[0].rows, ids * profile.row.bytes
+    with ExitStack() as stack:
+        acts: dict[str, Act] = {f"listing1 {SMALL}": partial(_listing1, small, offsets, out)}
+        for table in both:
+            handle = stack.enter_context(handle_on(profile, table.rows))
+            queue = stack.enter_context(DeadlineQueue(workers=2, piece_rows=PIECE_ROWS))
+            acts[f"mapped {table.pages}"] = partial(_mapped, handle, ids, out)
+            acts[f"mapped {table.pages}{TWO_THREADS}"] = partial(_by_two, queue, table.rows, ids, out)
+            acts[f"read-only {table.pages}"] = partial(_read_only, table.rows, ids)
+            acts[f"np.take {table.pages}"] = partial(_take, table.rows, ids, out)
+            acts[f"torch.index_select {table.pages}"] = partial(_index_select, _tensor(table.rows), ids, _tensor(out))
+        yield acts
+
+
+def _listing1(table: Bytes, offsets: Ids, out: Bytes, number: int) -> None:
+    _baselines.listing1(table, offsets[number], table.shape[1], out, 1)
+
+
+def _read_only(table: Bytes, ids: Ids, number: int) -> None:
+    _baselines.read_only(table, ids[number], table.shape[1])
+
+
+def _mapped(handle: EngramHandle, ids: Ids, out: Bytes, number: int) -> None:
+    handle.gather(0, ids[number], out)
+
+
+def _take(table: Bytes, ids: Ids, out: Bytes, number: int) -> None:
+    np.take(table, ids[number], axis=0, out=out, mode="clip")
+
+
+def _index_select(table: torch.Tensor, ids: Ids, out: torch.Tensor, number: int) -> None:
+    torch.index_select(table, 0, torch.from_numpy(ids[number].reshape(-1)), out=out.view(-1, table.shape[1]))
+
+
+def _by_two(queue: DeadlineQueue, table: Bytes, ids: Ids, out: Bytes, number: int) -> None:
+    if not queue.submit_gather(table, ids[number], out, Deadline.after(1.0)).wait(WAIT_SECONDS):
+        raise Unavailable(f"two threads did not gather {ids[number].size} rows within {WAIT_SECONDS:.0f} s")
+
+
+def _measure_busy(profile: Profile, both: tuple[PagedTable, PagedTable], rounds: int, notes: list[str]) -> list[Row]:
+    """The one-thread and the two-thread gather while one of the cores has other work to do."""
+    ids = _id_sets(profile, both[0], GOAL_TOKENS)
+    out = np.zeros((*ids.shape[1:], profile.row.bytes), dtype=np.uint8)
+    with ExitStack() as stack:
+        acts = stack.enter_context(_acts(profile, both, ids, out))
+        chosen = {name: act for name, act in acts.items() if name.startswith("mapped")}
+        try:
+            stack.enter_context(busy_core())
+        except Unavailable as error:
+            notes.append(f"skipped: {error}")
+            return []
+        variants = {BUSY + name: _timed(act, place, len(chosen), len(ids)) for place, (name, act) in enumerate(chosen.items())}
+        samples = interleave(variants, rounds, seed=1, what=f"{profile.name}, one core busy")
+    return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": GOAL_TOKENS}, "us", f"{BUSY}mapped {SMALL}"))
+
+
+def _engramdb(
+    stack: ExitStack, table: PagedTable, profile: Profile, ids: Ids, notes: list[str], *, place: int, count: int
+) -> Mapping[str, Timed]:
+    """engramdb over the file of `table`; nothing, with a note, where it cannot run."""
+    if table.path is None:
+        notes.append("skipped: engramdb: the table on 2 MiB pages is private memory here, no file; run as root")
+        return {}
+    try:
+        peer = stack.enter_context(engramdb_peer(table.path, profile.row.bytes, ids.reshape(len(ids), -1)))
+    except Unavailable as error:
+        notes.append(f"skipped: engramdb: {error}")
+        return {}
+    sets = len(ids)
+    return {f"engramdb {table.pages}": lambda number: peer.microseconds((number * count + place) % sets)}
+
+
+def _told_threads(rows: list[Row]) -> list[Row]:
+    """The number of threads as a parameter instead of a part of the name."""
+    return [
+        replace(
+            row,
+            name=row.name.removesuffix(TWO_THREADS),
+            params={**row.params, "threads": 2 if row.name.endswith(TWO_THREADS) else 1},
+        )
+        for row in rows
+    ]
+
+
+def _id_sets(profile: Profile, table: PagedTable, tokens: int) -> Ids:
+    """[sets, tokens, columns]: uniform ids, the worst case for every cache."""
+    columns = profile.rows_per_token
     sets = max(ID_SETS_MIN, IDS_KEPT // (tokens * columns))
-    ids = np.random.default_rng(tokens).integers(0, table_rows, size=(sets, tokens, columns), dtype=np.int64)
-    offsets = ids * row_bytes
-    out = np.zeros((tokens, columns, row_bytes), dtype=np.uint8)
-    small = tables["4KiB"]
-    handles = {pages: _handle(profile, table, table_rows) for pages, table in tables.items()}
-    acts: dict[str, Callable[[int], object]] = {
-        "listing1 4KiB": lambda n: _baselines.listing1(small, offsets[n], row_bytes, out, 1),
-        "np.take 4KiB": lambda n: np.take(small, ids[n], axis=0, out=out, mode="clip"),
-    }
-    for pages, handle in handles.items():
-        acts[f"mapped {pages}"] = partial(_gather, handle, ids, out)
-        acts[f"read-only {pages}"] = partial(_read_only, tables[pages], ids, row_bytes)
-    variants = {name: _timed(act, place, len(acts), sets) for place, (name, act) in enumerate(acts.items())}
-    for number in range(WARM_ROUNDS):
-        for act in variants.values():
-            act(number)
-    samples = interleave(variants, rounds, seed=tokens, what=f"{profile.name}, {tokens} tokens")
-    for handle in handles.values():
-        handle.close()
-    params = {"rows": profile.name, "tokens": tokens, "threads": 1}
-    return rows_of(samples, params, "us", "listing1 4KiB")
+    return np.random.default_rng(tokens).integers(0, len(table.rows), size=(sets, tokens, columns), dtype=np.int64)
 
 
-def _timed(act: Callable[[int], object], place: int, variants: int, sets: int) -> Callable[[int], float]:
+def _timed(act: Act, place: int, variants: int, sets: int) -> Timed:
     """Microseconds of `act` on a set of ids that no other variant has just used, so that no cache holds its rows."""
 
     def run(number: int) -> float:
@@ -114,95 +183,18 @@ def _timed(act: Callable[[int], object], place: int, variants: int, sets: int) -
     return run
 
 
-def _gather(handle: EngramHandle, ids: NDArray[np.int64], out: NDArray[np.uint8], number: int) -> None:
-    handle.gather(0, ids[number], out)
+def _tensor(table: Bytes) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch would rather not be given read-only memory; it only reads it
+        return torch.from_numpy(table)
 
 
-def _read_only(table: NDArray[np.uint8], ids: NDArray[np.int64], row_bytes: int, number: int) -> None:
-    _baselines.read_only(table, ids[number], row_bytes)
+def _calibrated(table: PagedTable) -> str:
+    """What a calibration of the prefetch distance finds here; the figures are taken at the default."""
+    found = calibrate_prefetch(table.rows)
+    if found.distance != found.default_distance:
+        from treadle.kernels import _native
 
-
-def _handle(profile: Profile, table: NDArray[np.uint8], table_rows: int) -> EngramHandle:
-    """The SDK's own handle over one table, as `mapped` gives it."""
-    model = _model(profile, table_rows)
-    return EngramHandle(model, model.version, TableSource(Transport.MAPPED, model, {0: table}, np.zeros(1, dtype=np.int32)))
-
-
-def _model(profile: Profile, table_rows: int) -> EngramModel:
-    digest = hashlib.sha256(np.zeros(1, dtype="<i4").tobytes()).hexdigest()
-    orders = tuple(range(2, 2 + profile.rows_per_token // 8))
-    template = demo_model(
-        "bench",
-        layers=(0,),
-        token_map=digest,
-        compressed_vocab_size=1,
-        pad_id=0,
-        prime_base=min(20_000, table_rows // (2 * profile.rows_per_token)),
-        orders=orders,
-        row=profile.row,
-    )
-    return template.with_tables({0: Table(table_rows, "0" * 64)})
-
-
-@contextmanager
-def _tables(profile: Profile, table_rows: int) -> Iterator[dict[str, NDArray[np.uint8]]]:
-    """The same rows on 4 KiB pages (tmpfs) and on 2 MiB pages (tmpfs huge=always for root; else a private copy)."""
-    small_dir = Path(tempfile.mkdtemp(prefix="treadle-bench-", dir="/dev/shm"))
-    try:
-        small = _write(small_dir / "table.safetensors", profile, table_rows)
-        with Segment(small) as segment, _huge(segment.rows, profile, table_rows) as (label, huge):
-            segment.populate()  # as a mapped handle does
-            yield {"4KiB": segment.rows, label: huge}
-    finally:
-        shutil.rmtree(small_dir)
-
-
-@contextmanager
-def _huge(rows: NDArray[np.uint8], profile: Profile, table_rows: int) -> Iterator[tuple[str, NDArray[np.uint8]]]:
-    mount = Path(tempfile.mkdtemp(prefix="treadle-bench-huge-"))
-    mounted = (
-        os.geteuid() == 0
-        and subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "huge=always,size=90%", "treadle-bench", str(mount)], capture_output=True, check=False
-        ).returncode
-        == 0
-    )
-    try:
-        if not mounted:
-            yield "2MiB private", private_copy(rows)
-            return
-        path = _write(mount / "table.safetensors", profile, table_rows)
-        with Segment(path) as segment:
-            segment.populate()
-            pages = segment.page_bytes()
-            yield f"{pages >> 20}MiB tmpfs" if pages >= 1 << 20 else f"{pages >> 10}KiB tmpfs (huge=always refused)", segment.rows
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(mount)], check=True)  # arrays may still be on their way out
-        mount.rmdir()
-
-
-def _write(path: Path, profile: Profile, table_rows: int) -> Path:
-    """A segment of seeded rows: one block of random bytes, written over and over (the gather never compares them)."""
-    block = np.frombuffer(np.random.default_rng(0).bytes(FILL_BYTES // profile.row.bytes * profile.row.bytes), dtype=np.uint8)
-    block = block.reshape(-1, profile.row.bytes)
-    with SegmentWriter(path, rows=table_rows, row_bytes=profile.row.bytes) as writer:
-        for start in range(0, table_rows, len(block)):
-            writer.append(block[: min(len(block), table_rows - start)])
-        writer.publish({"schema": "treadle.segment/1"})
-    return path
-
-
-def _goals(rows: list[Row], profile: str) -> list[Goal]:
-    mine = {row.name: row for row in rows if row.params["rows"] == profile and row.params["tokens"] == 256}
-    goals = []
-    for name, row in mine.items():
-        if not name.startswith("mapped") or row.ratio is None or row.p99_ratio is None:
-            continue
-        pages = name.removeprefix("mapped ")
-        goals.append(Goal(f"{profile}, 256 tokens, {name} / listing1 4KiB", row.ratio, 0.90 if pages == "4KiB" else 0.65))
-        goals.append(
-            Goal(f"{profile}, 256 tokens, {name} / read-only {pages}", row.median / mine[f"read-only {pages}"].median, 1.5)
-        )
-        goals.append(Goal(f"{profile}, 256 tokens, p99 of {name} / p99 of listing1", row.p99_ratio, 1.1))
-    return goals
+        _native.set_prefetch_rows(found.default_distance)
+    measured = ", ".join(f"{distance}: {us:.0f}" for distance, us in found.microseconds_by_distance.items())
+    return f"prefetch {found.reason} (us of {found.rows} rows by distance: {measured or 'none'})"

@@ -124,10 +124,11 @@ def document(rows: Sequence[Row], goals: Sequence[Goal], extra: Mapping[str, Any
 
 
 def show(
-    rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: str, quick: bool, extra: Mapping[str, Any] | None = None
-) -> None:
-    """Print the figures. A quick run is an impression: it is not held against the goals."""
-    whole = document(rows, [] if quick else goals, {"quick": quick, **(extra or {})})
+    rows: Sequence[Row], goals: Sequence[Goal], *, as_json: bool, title: str, quick: bool, extra: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> None:  # fmt: skip
+    """Print the figures. A quick run is an impression: it is not held against the goals. notes: what else a reader must know."""
+    whole = document(rows, [] if quick else goals, {"quick": quick, **({"notes": list(notes)} if notes else {}), **(extra or {})})
     if as_json:
         sys.stdout.write(json.dumps(whole) + "\n")
         return
@@ -139,12 +140,15 @@ def show(
     table = Table(box=None, pad_edge=False)
     for heading in ("what", "with", "median", "p99", "n", "ratio", "95 %"):
         table.add_column(heading, justify="left" if heading in ("what", "with") else "right")
+    alone = "" if all(row.ratio is None for row in rows) else "1"  # the baseline itself; nothing where there is none
     for row in rows:
-        ratio = "1" if row.ratio is None else f"{row.ratio:.3f}"
+        ratio = alone if row.ratio is None else f"{row.ratio:.3f}"
         interval = "" if row.ratio_ci95 is None else f"{row.ratio_ci95[0]:.3f}-{row.ratio_ci95[1]:.3f}"
         params = " ".join(f"{key}={value}" for key, value in row.params.items())
         table.add_row(row.name, params, f"{_digits(row.median)} {row.unit}", _digits(row.p99), str(row.n), ratio, interval)
     console.print(table)
+    for note in notes:
+        console.print(f"note   {note}", highlight=False)
     for goal in [] if quick else goals:
         sign = ">=" if goal.at_least else "<="
         console.print(

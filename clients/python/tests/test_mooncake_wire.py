@@ -97,7 +97,7 @@ def test_staged_rows_and_releases_keep_their_numbers_and_torn_ones_are_refused()
 
 
 def test_a_proof_depends_on_key_and_nonce() -> None:
-    assert len({wire.proof("key", b"1"), wire.proof("key", b"2"), wire.proof("other", b"1")}) == 3
+    assert len({wire.proof(b"key", b"1"), wire.proof(b"key", b"2"), wire.proof(b"other", b"1")}) == 3
 
 
 def test_an_identity_names_process_version_and_generation() -> None:

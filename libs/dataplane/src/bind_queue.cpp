@@ -91,6 +91,7 @@ void bind_queue(py::module_& module) {
         .def("reserve", [](Engine& engine, const std::string& name, int64_t total, int64_t bytes_per_second, int64_t until_ns) {
             return engine.queue.reserve(name, total, bytes_per_second, until_ns);
         })
+        .def("pace_ns", [](Engine& engine, int64_t bytes) { return engine.queue.pace_ns(bytes); })
         .def("row_ns", [](Engine& engine, int tier, int64_t row_bytes, int64_t rows) {
             return engine.queue.row_ns(static_cast<Tier>(tier), row_bytes, rows);
         })

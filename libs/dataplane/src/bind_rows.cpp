@@ -6,16 +6,6 @@
 namespace treadle::dataplane {
 namespace {
 
-// int64 [n, 2] of [first, last), checked by the Python face; None: all rows are held.
-std::vector<RowRange> ranges_of(const py::object& held) {
-    std::vector<RowRange> ranges;
-    if (held.is_none()) return ranges;
-    const py::array pairs = borrow<int64_t>(held, "held");
-    const auto* at = static_cast<const int64_t*>(pairs.data());
-    for (py::ssize_t i = 0; i < pairs.shape(0); ++i) ranges.push_back({at[2 * i], at[2 * i + 1]});
-    return ranges;
-}
-
 RowStoreRef memory_rows(const py::object& table, const py::object& held) {
     const py::array rows = borrow<uint8_t>(table, "table");
     return std::make_shared<MemoryRows>(static_cast<const std::byte*>(rows.data()), rows.shape(0), rows.shape(1), ranges_of(held));

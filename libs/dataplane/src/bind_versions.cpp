@@ -1,5 +1,4 @@
 // Python's door to what the native doors of a pool serve: publish, withdraw, and ask whether a request still reads.
-#include <cstring>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -12,19 +11,14 @@ namespace {
 
 using LayerTuple = std::tuple<int32_t, py::object, RowStoreRef>;  // number, HashPlan, rows
 
-Digest digest_of(const std::string& bytes, const char* name) {
-    Digest digest;
-    if (bytes.size() != digest.size()) throw py::value_error(std::string(name) + ": 32 bytes expected");
-    std::memcpy(digest.data(), bytes.data(), digest.size());
-    return digest;
-}
-
 void publish(Versions& versions, const py::bytes& digest, const py::bytes& fingerprint, const std::vector<LayerTuple>& layers) {
     auto version = std::make_shared<Version>();
     version->digest = digest_of(digest, "digest");
     version->fingerprint = digest_of(fingerprint, "fingerprint");
-    for (const auto& [number, plan, rows] : layers)
+    for (const auto& [number, plan, rows] : layers) {
+        if (plan.attr("rows_hashed").cast<int64_t>() > rows->row_count) throw py::value_error("rows: the hash reaches further than the table");
         version->layers.push_back({number, std::make_shared<Plan>(view_of_plan(plan)), rows});
+    }
     versions.publish(std::move(version));
 }
 

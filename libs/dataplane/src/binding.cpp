@@ -26,4 +26,8 @@ PYBIND11_MODULE(_native, module) {
     bind_tenants(module);
     bind_queue(module);
     bind_versions(module);
+    bind_ring(module);
+    bind_cache(module);
+    bind_disk(module);
+    bind_socket(module);
 }

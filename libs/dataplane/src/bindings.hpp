@@ -6,11 +6,14 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "rows.hpp"
+#include "versions.hpp"
 #include "treadle/kernels/windows.hpp"
 
 namespace treadle::dataplane {
@@ -83,9 +86,31 @@ inline RowStoreRef rows_of(const py::object& table) {
     return std::make_shared<MemoryRows>(static_cast<const std::byte*>(rows.data()), rows.shape(0), rows.shape(1));
 }
 
+// int64 [n, 2] of [first, last), checked by the Python face; None: all rows are held.
+inline std::vector<RowRange> ranges_of(const py::object& held) {
+    std::vector<RowRange> ranges;
+    if (held.is_none()) return ranges;
+    const py::array pairs = borrow<int64_t>(held, "held");
+    const auto* at = static_cast<const int64_t*>(pairs.data());
+    for (py::ssize_t i = 0; i < pairs.shape(0); ++i) ranges.push_back({at[2 * i], at[2 * i + 1]});
+    return ranges;
+}
+
+// A sha256.
+inline Digest digest_of(const std::string& bytes, const char* name) {
+    Digest digest;
+    if (bytes.size() != digest.size()) throw py::value_error(std::string(name) + ": 32 bytes expected");
+    std::memcpy(digest.data(), bytes.data(), digest.size());
+    return digest;
+}
+
 void bind_rows(py::module_& module);
 void bind_queue(py::module_& module);
 void bind_tenants(py::module_& module);
 void bind_versions(py::module_& module);
+void bind_ring(py::module_& module);
+void bind_cache(py::module_& module);
+void bind_disk(py::module_& module);
+void bind_socket(py::module_& module);
 
 }  // namespace treadle::dataplane

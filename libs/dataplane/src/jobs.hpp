@@ -34,6 +34,7 @@ inline Fault lookup_rows(const kernels::HashPlanView& plan, const kernels::Windo
         const int64_t end = std::min(last, begin + tokens);
         const int64_t count = (end - begin) * columns;
         kernels::hash_rows(plan, windows, begin, end, rows);
+        if (!table.held().empty() && table.first_bad(rows, count) >= 0) return Fault::out_of_range;
         if (const Fault fault = table.gather(rows, count, out); fault != Fault::none) return fault;
         out += count * table.row_bytes;
     }

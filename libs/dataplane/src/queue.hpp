@@ -46,7 +46,8 @@ public:
 
     // Refused at once: no room, a quota, a share, or it could not be done in time. After close() the ticket is taken and
     // cancelled, as if it had come just before.
-    Verdict submit(const TicketRef& ticket) {
+    // wake: false for a thread that goes on to `try_claim`, which wakes the others for what it leaves
+    Verdict submit(const TicketRef& ticket, bool wake = true) {
         std::unique_lock lock(mutex_);
         const bool empty = ticket->job.units == 0;
         const int64_t now = now_ns();
@@ -68,7 +69,7 @@ public:
             return verdict;
         }
         insert(ticket);
-        const bool wake = sleeping_ > 0;
+        wake = wake && sleeping_ > 0;
         lock.unlock();
         if (wake) work_.notify_one();
         return verdict;
@@ -80,21 +81,17 @@ public:
         ++sleeping_;
         wait_for_work(lock);
         --sleeping_;
-        if (order_.empty()) return std::nullopt;
-        Claim claim = claim_earliest();
-        // Each woken worker wakes the next, so that submit pays for one wake-up whatever the number of workers.
-        const bool wake = !order_.empty() && sleeping_ > 0;
-        lock.unlock();
-        if (wake) work_.notify_one();
-        return claim;
+        return claim_and_wake(lock);
     }
 
     // The next piece, for a thread that has something else to do where there is none.
     std::optional<Claim> try_claim() {
-        std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
+        if (order_.empty()) return std::nullopt;
         const int64_t now = now_ns();
-        if (order_.empty() || admission_.bandwidth.free_at_ns(now) > now) return std::nullopt;
-        return claim_earliest();
+        if (admission_.bandwidth.free_at_ns(now) <= now) return claim_and_wake(lock);
+        work_.notify_one();  // somebody who may sleep until the reserve lets it
+        return std::nullopt;
     }
 
     // To be called after each claimed piece has run. A fault stops its ticket: no further piece of it starts.
@@ -169,6 +166,14 @@ public:
         return reserved;
     }
 
+    // Nanoseconds that whoever gathers `bytes` beside this queue should wait first, so that a reserve is kept; they are taken off its pace.
+    int64_t pace_ns(int64_t bytes) {
+        std::lock_guard lock(mutex_);
+        const int64_t now = now_ns(), free_at = admission_.bandwidth.free_at_ns(now);
+        admission_.bandwidth.starts(bytes, now);
+        return free_at - now;
+    }
+
     int64_t reserved() {
         std::lock_guard lock(mutex_);
         return admission_.bandwidth.reserved(now_ns());
@@ -187,6 +192,16 @@ private:
             return a->order_key != b->order_key ? a->order_key < b->order_key : a->sequence < b->sequence;
         }
     };
+
+    std::optional<Claim> claim_and_wake(std::unique_lock<std::mutex>& lock) {
+        if (order_.empty()) return std::nullopt;
+        Claim claim = claim_earliest();
+        // Each woken worker wakes the next, so that submit pays for one wake-up whatever the number of workers.
+        const bool wake = !order_.empty() && sleeping_ > 0;
+        lock.unlock();
+        if (wake) work_.notify_one();
+        return claim;
+    }
 
     Verdict join(Ticket& ticket, int64_t now) {
         const bool hint = ticket.deadline_ns == NO_DEADLINE;

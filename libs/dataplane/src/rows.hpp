@@ -11,6 +11,7 @@
 #include "fault.hpp"
 #include "tier.hpp"
 #include "treadle/kernels/gather.hpp"
+#include "treadle/kernels/guard.hpp"
 
 namespace treadle::dataplane {
 
@@ -64,8 +65,9 @@ public:
         : RowStore(Tier::memory, row_count, row_bytes, std::move(held)), table_(table) {}
 
     Fault gather(const int64_t* rows, int64_t count, std::byte* out) noexcept override {
-        kernels::gather(table_, row_bytes, rows, count, out);
-        return Fault::none;
+        const auto bytes = static_cast<size_t>(row_count * row_bytes);
+        const bool read = kernels::guarded(table_, bytes, [&] { kernels::gather(table_, row_bytes, rows, count, out); });
+        return read ? Fault::none : Fault::data_loss;  // truncated under us, or its memory failed
     }
 
 private:

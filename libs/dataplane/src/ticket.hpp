@@ -108,7 +108,11 @@ public:
             if (event_fd_ >= 0) signal_event_fd();
         }
         ended_.notify_all();
+        if (on_end) on_end(*this);
     }
+
+    // Set before submission by those who do not wait: called once, last, on the thread that ended the ticket. Must not throw.
+    std::function<void(const Ticket&)> on_end;
 
     const Job job;
     const int64_t deadline_ns;

@@ -110,9 +110,11 @@ def test_a_queue_without_admission_takes_what_will_be_late(make_queue: MakeQueue
 
 def test_a_hint_runs_only_while_nothing_with_a_deadline_waits(make_queue: MakeQueue) -> None:
     queue = make_queue(piece_rows=64)
-    for hints in range(1, TRIES):
+    hints = []
+    for _ in range(TRIES):
         long = start_long(queue, Deadline(0))
         hint, timed = submit(queue, Deadline.never()), submit(queue, Deadline.after(1.0))
+        hints.append(hint)
         if not long.done:
             break
         assert hint.wait(SECONDS)
@@ -198,6 +200,15 @@ def test_a_reserve_slows_rows_to_what_is_left_and_ends_by_itself(make_queue: Mak
     assert LONG_OUT.nbytes / seconds <= 1.1 * reserved.left_bytes_per_second
     queue.reserve("kv", int(total * 0.5), 0.01)
     wait_for(lambda: queue.reserved().reserved_bytes_per_second == 0)
+
+
+def test_who_gathers_beside_the_queue_is_told_how_long_to_wait(make_queue: MakeQueue) -> None:
+    queue = make_queue()
+    assert queue.pace_seconds(1 << 30) == 0, "nothing is reserved"
+    total = queue.reserve("kv", 0, 1.0).left_bytes_per_second
+    left = queue.reserve("kv", total // 2, SECONDS).left_bytes_per_second
+    queue.pace_seconds(left)
+    assert queue.pace_seconds(1) == pytest.approx(1.0, abs=0.3)
 
 
 def test_admission_reckons_with_a_reserve(make_queue: MakeQueue) -> None:

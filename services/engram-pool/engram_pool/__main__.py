@@ -14,12 +14,15 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.mooncake_callers import Callers
 from engram_pool.adapters.mooncake_opening import open_mooncake_door
 from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.native_doors import open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.tenant_metrics import TenantMetrics
+from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
@@ -28,8 +31,10 @@ from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Door
 from engram_pool.domain.repairing import Repairs
+from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
+from engram_pool.domain.tenancy import Bandwidth, NoReserve
 from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, VerifyOnStart
@@ -37,6 +42,7 @@ from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.contract import InvalidArgument, TreadleError
+from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
 
 PROGRAM = "treadle-engram-pool"
@@ -64,6 +70,7 @@ class _Parts:
     server: EngramPoolServer
     scrubber: Scrubber
     membership: Membership
+    bandwidth: Bandwidth
 
     async def drain(self) -> None:
         """Leave the directory first: clients go elsewhere while this pool still answers."""
@@ -77,7 +84,8 @@ async def serve(settings: Settings) -> int:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     compute = Compute(settings.compute_threads)
-    parts = _put_together(settings, registry, compute)
+    tenants = read_tenants(settings.tenants_file, read_keys(settings))
+    parts = _put_together(settings, registry, compute, tenants)
     served = False  # a pool that never served deletes nothing
     try:
         await parts.pool.start(checksums=settings.verify_on_start is VerifyOnStart.FULL)
@@ -86,10 +94,11 @@ async def serve(settings: Settings) -> int:
             asyncio.create_task(parts.scrubber.run_forever()),
         ]
         try:
-            async with _mooncake_door(settings, parts.pool, registry):
+            async with _mooncake_door(settings, parts.pool, registry, Callers(tenants, parts.bandwidth)):
                 code = await run_service(
                     "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
                     build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
+                    key_digests=frozenset(tenants.tokens),
                 )  # fmt: skip
             served = True
             return code
@@ -107,13 +116,16 @@ async def serve(settings: Settings) -> int:
             stopping.result()
 
 
-def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute) -> _Parts:
+def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
     open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
     meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    doors, queue = open_native_doors(
+        workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants
+    )
     pool = Pool(
         store, compute, meters, table_bytes_max=settings.table_bytes_max, watchers_max=settings.watchers_max,
         holds_max=settings.holds_max, versions_kept_max=settings.versions_kept_max, reap_grace_seconds=settings.reap_grace_seconds,
-        doors=open_native_doors(workers=settings.door_threads, tickets_max=settings.door_requests_max),
+        doors=doors,
         warmer=PageWarmer(bytes_per_second=settings.warm_bytes_per_second),
     )  # fmt: skip
     loader = Loader(
@@ -121,21 +133,24 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
         partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers, open_store,
     )  # fmt: skip
     pool.repair_with(Repairs(store, meters, loader.open_source, open_peers, peers=settings.peer_list).mend)
-    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max)
+    bandwidth = queue or NoReserve()
+    gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max, tenants=tenants, bandwidth=bandwidth)
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
     meters.observe_scrubber(scrubber)
     meters.observe_directory(directory)
+    TenantMetrics(registry, tenants, queue)
     server = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
-        segment_dir=store.folder, gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
+        reserving=Reserving(bandwidth, compute), tenants=tenants, segment_dir=store.folder,
+        gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
-    return _Parts(pool, server, scrubber, Membership(settings, pool, directory))
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory), bandwidth)
 
 
 @asynccontextmanager
-async def _mooncake_door(settings: Settings, pool: Pool, registry: CollectorRegistry) -> AsyncIterator[None]:
+async def _mooncake_door(settings: Settings, pool: Pool, registry: CollectorRegistry, callers: Callers) -> AsyncIterator[None]:
     """The mooncake door, where it is asked for, open."""
     if not settings.mooncake_listen:
         yield
@@ -143,7 +158,7 @@ async def _mooncake_door(settings: Settings, pool: Pool, registry: CollectorRegi
     host, port = split_address(settings.mooncake_listen)
     door = await open_mooncake_door(
         pool, registry, host=host, port=port, protocol=settings.mooncake_protocol, slots=settings.mooncake_slots,
-        direct=settings.mooncake_direct, keys=read_keys(settings),
+        direct=settings.mooncake_direct, callers=callers,
     )  # fmt: skip
     pool.add_door(Door("mooncake", door.address))
     try:

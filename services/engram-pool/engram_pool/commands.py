@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from engram_pool.load_options import PROFILES, read_limited, roles, template, to
 from engram_pool.load_turn import in_turn
 from engram_pool.terminal import (
     VERSION_DIGITS,
+    bytes_of,
     model_document,
     model_line,
     owner_document,
@@ -30,6 +32,7 @@ from engram_pool.terminal import (
     print_table,
     progress_bar,
     size_text,
+    tenant_line,
 )
 from treadle.contract import InvalidArgument, NotFound
 
@@ -241,6 +244,27 @@ def pull(
 
 
 @app.command()
+def reserve(
+    name: Annotated[str, typer.Argument(help="Who asks; the same name again replaces the reserve.")],
+    rate: Annotated[str, typer.Argument(help="Bandwidth to keep free: bytes a second, or with K, M, G; 0 gives it back.")],
+    seconds: Annotated[float, typer.Option(help="How long; renew before it ends.")] = 60.0,
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    as_json: Json = False,
+) -> None:
+    """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks; rows yield to it."""
+    with _fabric(pool, api_key_file) as fabric:
+        now = fabric.engram.reserve_bandwidth(name, bytes_of(rate), seconds)
+    if as_json:
+        print_json({"reserved_bytes_per_second": now.reserved_bytes_per_second, "left_bytes_per_second": now.left_bytes_per_second})
+        return
+    print_line(
+        f"reserved {size_text(now.reserved_bytes_per_second)}/s for {seconds:g} s, "
+        f"{size_text(now.left_bytes_per_second)}/s are left to rows"
+    )
+
+
+@app.command()
 def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False) -> None:
     """Show build, memory and page size of the pool."""
     with _fabric(pool, api_key_file) as fabric:
@@ -251,9 +275,11 @@ def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Jso
         "page_bytes": now.page_bytes, "draining": now.draining,
     }  # fmt: skip
     if as_json:
-        print_json(figures)
+        print_json(figures | {"tenants": [asdict(tenant) for tenant in now.tenants]})
     else:
         print_table(("", ""), [(name.replace("_", " "), str(value)) for name, value in figures.items()], empty="")
+        columns = ("tenant", "rows", "refused", "late", "rows/s at most")
+        print_table(columns, [tenant_line(tenant) for tenant in now.tenants], empty="")
     if now.draining:
         raise typer.Exit(1)
 

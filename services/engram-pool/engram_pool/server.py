@@ -22,8 +22,10 @@ from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, R
 from engram_pool.domain.pool import Listed, Pool
 from engram_pool.domain.ports import Ranges
 from engram_pool.domain.progress import Progress
+from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubbed, Scrubber
 from engram_pool.domain.table_reading import TableReading
+from engram_pool.domain.tenancy import Tenants
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from engram_pool.owner_lists import list_messages
 from treadle.chassis.errors import CONTRACT_STATUS
@@ -47,11 +49,12 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     def __init__(
         self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, tables: TableReading, scrubber: Scrubber,
-        directory: Directory, *, segment_dir: Path, gather_seconds_max: float, build_version: str,
+        directory: Directory, *, reserving: Reserving, tenants: Tenants, segment_dir: Path, gather_seconds_max: float, build_version: str,
     ) -> None:  # fmt: skip
         self._directory = directory
         self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
         self._tables, self._scrubber = tables, scrubber
+        self._reserving, self._tenants = reserving, tenants
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
@@ -95,7 +98,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     async def Gather(self, request: pb.GatherRequest, context: Context) -> AsyncIterator[pb.GatherResponse]:  # noqa: N802
         """Rows by id."""
         ref, ids, deadline = request.ref, read_ids(request.rows), self._deadline(context)
-        pieces = self._gathering.gather(ref.model, ref.version, request.layer, ids, deadline)
+        pieces = self._gathering.gather(ref.model, ref.version, request.layer, ids, deadline, self._tenant(context))
         async with _bounded(deadline), aclosing(pieces):
             async for piece in pieces:
                 yield pb.GatherResponse(data=piece)
@@ -113,7 +116,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             lookback_dead=sent.lookback_dead,
         )
         deadline = self._deadline(context)
-        pieces = self._gathering.lookup(ref.model, ref.version, request.layers, windows, deadline)
+        pieces = self._gathering.lookup(ref.model, ref.version, request.layers, windows, deadline, self._tenant(context))
         async with _bounded(deadline), aclosing(pieces):
             async for layer, piece in pieces:
                 yield pb.LookupResponse(layer=layer, data=piece)
@@ -144,6 +147,13 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
             async for bytes_total, piece in pieces:
                 yield pb.ReadFusionResponse(data=piece, bytes_total=bytes_total if first else 0)
                 first = False
+
+    async def ReserveBandwidth(self, request: pb.ReserveBandwidthRequest, context: Context) -> pb.ReserveBandwidthResponse:  # noqa: N802
+        """Keep bandwidth of this host's memory free for other traffic."""
+        now = await self._reserving.reserve(request.name, request.bytes_per_second, request.seconds)
+        return pb.ReserveBandwidthResponse(
+            reserved_bytes_per_second=now.reserved_bytes_per_second, left_bytes_per_second=now.left_bytes_per_second
+        )
 
     async def ReadTable(self, request: pb.ReadTableRequest, context: Context) -> AsyncIterator[pb.ReadTableResponse]:  # noqa: N802
         """Bytes of a table, or what is known of it."""
@@ -185,11 +195,27 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         return pb.StatusResponse(
             build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
             table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(),
+            draining=pool.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(), tenants=self._tenant_messages(),
         )  # fmt: skip
 
     def _doors(self) -> list[pb.Door]:
         return [pb.Door(transport=door.transport, address=door.address) for door in self._pool.doors]
+
+    def _tenant(self, context: Context) -> int:
+        shown = next((str(value) for name, value in context.invocation_metadata() or () if name == "authorization"), "")
+        return self._tenants.find(shown.removeprefix("Bearer "))
+
+    def _tenant_messages(self) -> list[pb.Tenant]:
+        messages = []
+        for index, limits in enumerate(self._tenants.limits):
+            now = self._tenants.figures(index)
+            messages.append(
+                pb.Tenant(
+                    name=limits.name, rows_total=sum(now.rows.values()), refused_total=sum(now.refused.values()), late_total=now.late,
+                    rows_per_second_max=limits.rows_per_second_max,
+                )
+            )  # fmt: skip
+        return messages
 
     def _deadline(self, context: Context) -> Deadline:
         left = context.time_remaining()  # None, or infinite, for a caller without a deadline

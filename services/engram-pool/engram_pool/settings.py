@@ -72,6 +72,10 @@ class Settings(ServerSettings):
     """Threads that gather for requests at the native doors."""
     door_requests_max: int = 1024
     """Most requests at the native doors that wait for a thread; more are refused."""
+    door_admission: bool = True
+    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    tenants_file: Path | None = None
+    """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -157,5 +161,5 @@ class Settings(ServerSettings):
         host, _ = split_address(self.mooncake_listen)
         if host in ("0.0.0.0", "[::]", "::"):
             raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
-        if not is_loopback(host) and self.api_key_file is None:
-            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file")
+        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
+            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from treadle.contract import InvalidArgument
+
 if TYPE_CHECKING:
     from treadle.client.engram.mooncake_push import Pushed
-    from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel
+    from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel, TenantStatus
     from treadle.contract.owners import Owner
 
 WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
@@ -169,3 +172,20 @@ def size_text(byte_count: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def bytes_of(text: str) -> int:
+    """Bytes in people's words, as `size_text` writes them: 2G, 500 MB, 1e9. Raises InvalidArgument."""
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)b?", text.strip().lower())
+    try:
+        if match is not None:
+            return round(float(match[1]) * 1000.0 ** " kmgt".index(match[2] or " "))
+    except (ValueError, OverflowError):
+        pass
+    raise InvalidArgument(f"{text!r}: bytes expected, such as 2G, 500 MB or 1000000")
+
+
+def tenant_line(tenant: TenantStatus) -> tuple[str, ...]:
+    """How a tenant stands, for a table."""
+    most = str(tenant.rows_per_second_max or "")
+    return (tenant.name, str(tenant.rows_total), str(tenant.refused_total), str(tenant.late_total), most)

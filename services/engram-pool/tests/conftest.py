@@ -33,6 +33,7 @@ from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.peer_pools import open_peer_version
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.tenant_metrics import TenantMetrics
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
@@ -41,9 +42,11 @@ from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Doors
 from engram_pool.domain.repairing import Repairs
+from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.room import LIST_BYTES_MAX
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
+from engram_pool.domain.tenancy import Bandwidth, NoReserve
 from engram_pool.server import STATUS, EngramPoolServer, register
 from treadle.chassis.interceptors import CallGuard, RpcMetrics
 from treadle.client import Fabric
@@ -51,6 +54,7 @@ from treadle.contract import EngramModel, Fusion, RowLayout, Table
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
 from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version
+from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
@@ -326,7 +330,7 @@ async def _serve(
     list_bytes_max: int = LIST_BYTES_MAX, keep_segments: bool = True, checksums: bool = True, checkpoint_dir: Path | None = None,
     holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0, versions_kept_max: int = 2,
     repairs: bool = False, peers: Sequence[str] = (), scrub_bytes_per_second: int = 0,
-    doors: Doors | None = None,
+    doors: Doors | None = None, tenants: Tenants | None = None, bandwidth: Bandwidth | None = None, key: str | None = None,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
@@ -340,24 +344,28 @@ async def _serve(
     )  # fmt: skip
     if repairs:
         pool.repair_with(Repairs(store, meters, loader.open_source, open_peer_version, peers=peers).mend)
-    gathering = Gathering(pool, compute, meters, calls_max=gathers_max)
+    tenants = tenants or Tenants()
+    gathering = Gathering(pool, compute, meters, calls_max=gathers_max, tenants=tenants, bandwidth=bandwidth or NoReserve())
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory("pool")
     meters.observe(pool)
     meters.observe_scrubber(scrubber)
     await pool.start(checksums=checksums)
-    guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"))
+    TenantMetrics(registry, tenants, None)
+    digests = frozenset(tenants.tokens)
+    guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"), key_digests=digests)
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
-        segment_dir=store.folder, gather_seconds_max=gather_seconds_max, build_version="test",
+        reserving=Reserving(bandwidth or NoReserve(), compute), tenants=tenants, segment_dir=store.folder,
+        gather_seconds_max=gather_seconds_max, build_version="test",
     )  # fmt: skip
     register(server, rpcs)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
         async with grpc.aio.insecure_channel(address) as channel:
-            with Fabric(engram=address) as fabric:
+            with Fabric(engram=address, key=key) as fabric:
                 yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry, scrubber)
     finally:
         await directory.close()

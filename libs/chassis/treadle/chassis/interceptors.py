@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import hmac
 import logging
 import time
@@ -35,12 +36,17 @@ class RpcMetrics:
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """Checks the key, bounds calls in progress, turns exceptions into statuses by `status`, and counts."""
+    """Checks the key, bounds calls in progress, turns exceptions into statuses by `status`, and counts.
+
+    key_digests: sha256 of more keys that callers may show; without keys and digests nobody is asked for one
+    """
 
     def __init__(
-        self, *, status: Mapping[type[Exception], grpc.StatusCode], keys: frozenset[str], calls_max: int, metrics: RpcMetrics
-    ) -> None:
-        self._status, self._keys, self._calls_max, self._metrics = status, keys, calls_max, metrics
+        self, *, status: Mapping[type[Exception], grpc.StatusCode], keys: frozenset[str], calls_max: int, metrics: RpcMetrics,
+        key_digests: frozenset[bytes] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._status, self._calls_max, self._metrics = status, calls_max, metrics
+        self._digests = key_digests | {hashlib.sha256(key.encode()).digest() for key in keys}
         self._calls = 0
 
     async def intercept_service(
@@ -62,10 +68,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return make(self._unary(details.method, inner, refusal), handler.request_deserializer, handler.response_serializer)
 
     def _refusal(self, details: grpc.HandlerCallDetails) -> Exception | None:
-        if not self._keys:
+        if not self._digests:
             return None
         shown = next((str(value) for name, value in details.invocation_metadata or () if name == "authorization"), "")
-        known = [hmac.compare_digest(shown.encode(), f"Bearer {key}".encode()) for key in self._keys]  # all, in constant time
+        digest = hashlib.sha256(shown.removeprefix("Bearer ").encode()).digest() if shown.startswith("Bearer ") else b""
+        known = [hmac.compare_digest(digest, key) for key in self._digests]  # all, in constant time
         return None if any(known) else AccessDenied("show a key: metadata `authorization: Bearer <key>`")
 
     def _unary(self, method: str, inner: Callable[..., Awaitable[Any]], refusal: Exception | None) -> Callable[..., Awaitable[Any]]:

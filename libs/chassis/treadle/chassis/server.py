@@ -32,6 +32,7 @@ async def run_service(
     service: str, settings: ServerSettings, register: Callable[[grpc.aio.Server], Sequence[str]], *, area: str,
     status: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry, build_version: str,
     on_ready: Callable[[str], Awaitable[None]] | None = None, on_drain: Callable[[], Awaitable[None]] | None = None,
+    key_digests: frozenset[bytes] = frozenset(),
 ) -> int:  # fmt: skip
     """Serve until SIGTERM or SIGINT, then drain.
 
@@ -39,11 +40,18 @@ async def run_service(
     register: adds servicers to the server, returns their full protobuf names
     area:     of the metric names, treadle_<area>_rpc_*
     status:   the service's error table
+    key_digests: sha256 of keys that callers may show beside those in the settings' file
     on_ready: called with the address that is listened on, host:port, before the ready line
     on_drain: called once the health says NOT_SERVING, before calls in progress are waited for
     Returns the exit code. Raises WrongSetting when an address is taken or a key file is empty.
     """
-    guard = CallGuard(status=status, keys=read_keys(settings), calls_max=settings.calls_max, metrics=RpcMetrics(registry, area))
+    guard = CallGuard(
+        status=status,
+        keys=read_keys(settings),
+        calls_max=settings.calls_max,
+        metrics=RpcMetrics(registry, area),
+        key_digests=key_digests,
+    )
     server = grpc.aio.server(interceptors=[guard], options=_OPTIONS)
     checks = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)

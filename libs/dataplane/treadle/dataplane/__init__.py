@@ -17,11 +17,14 @@ from treadle.dataplane.queue import (
     Reserved,
     Ticket,
 )
+from treadle.dataplane.remote import RemoteLayer, RemoteRows, RemoteTicket, Route, remote_stats
+from treadle.dataplane.socket import SocketServer
 from treadle.dataplane.tenants import NOBODY, SLACK_SECONDS, TENANTS_MAX, TenantFigures, TenantLimits, Tenants
 from treadle.dataplane.versions import ServedLayer, Versions
 
 __all__ = [
     "HINTS_MAX", "IMPLEMENTATION", "NOBODY", "PIECE_ROWS_MAX", "PREDICTION_ERROR_PARTS", "RESERVE_SECONDS_MAX", "SLACK_SECONDS",
-    "TENANTS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "Reserved", "ServedLayer", "TenantFigures",
-    "TenantLimits", "Tenants", "Ticket", "Tier", "Versions",
+    "TENANTS_MAX", "TICKETS_MAX", "WORKERS_MAX", "DeadlineQueue", "Implementation", "RemoteLayer", "RemoteRows", "RemoteTicket",
+    "Reserved", "Route", "ServedLayer", "SocketServer", "TenantFigures", "TenantLimits", "Tenants", "Ticket", "Tier", "Versions",
+    "remote_stats",
 ]  # fmt: skip

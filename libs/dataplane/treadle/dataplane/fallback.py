@@ -180,6 +180,14 @@ class Engine:
             self.condition.notify_all()
             return reserved
 
+    def pace_ns(self, byte_count: int) -> int:
+        """How long whoever gathers so much beside this queue should wait first."""
+        with self.condition:
+            now_ns = time.monotonic_ns()
+            free_at_ns = self._admission.bandwidth.free_at_ns(now_ns)
+            self._admission.bandwidth.starts(byte_count, now_ns)
+            return free_at_ns - now_ns
+
     def row_ns(self, tier: int, row_bytes: int, rows: int) -> float:
         """What a row costs."""
         with self.condition:

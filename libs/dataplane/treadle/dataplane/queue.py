@@ -153,6 +153,11 @@ class DeadlineQueue:
             )
         return self.reserved()
 
+    def pace_seconds(self, byte_count: int) -> float:
+        """How long whoever gathers `byte_count` bytes beside this queue should wait first, so that a reserve is kept; they are taken
+        off its pace."""
+        return self._engine.pace_ns(byte_count) / 1e9
+
     def reserved(self) -> Reserved:
         """What all reserves keep now, and what is left; 0 left: not measured, as nothing was ever reserved."""
         reserved = int(self._engine.stats()["reserved_bytes_per_second"])

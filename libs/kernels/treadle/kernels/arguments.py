@@ -29,15 +29,15 @@ def check_lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out
 def check_lookup_shapes(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
     """The checks of `lookup` that read no token. Raises InvalidArgument."""
     check_windows(plan, windows)
-    row_bytes = check_table(table)
-    if table.shape[0] < plan.rows_hashed:
-        raise InvalidArgument(f"table: {table.shape[0]} rows, the hash reaches {plan.rows_hashed}")
+    row_count, row_bytes = table_size(table)
+    if row_count < plan.rows_hashed:
+        raise InvalidArgument(f"table: {row_count} rows, the hash reaches {plan.rows_hashed}")
     check_array("out", out, _UINT8, (windows.token_count, plan.columns, row_bytes), writeable=True)
 
 
 def check_gather_shapes(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """The checks of `gather_rows` that read no id. Raises InvalidArgument."""
-    row_bytes = check_table(table)
+    _, row_bytes = table_size(table)
     check_array("rows", rows, _INT64, None)
     check_array("out", out, _UINT8, (*rows.shape, row_bytes), writeable=True)
 
@@ -45,9 +45,9 @@ def check_gather_shapes(table: NDArray[np.uint8], rows: NDArray[np.int64], out: 
 def check_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
     """All checks of `gather_rows`. Raises InvalidArgument for shapes and dtypes, RowOutOfRange naming the first bad id."""
     check_gather_shapes(table, rows, out)
-    bad = (rows < 0) | (rows >= table.shape[0])
-    if bad.any():
-        raise row_out_of_range(rows, int(np.argmax(bad)), table.shape[0])
+    row_count, _ = table_size(table)
+    if rows.size and rows.view(np.uint64).max() >= row_count:  # one pass: a negative id is a large number
+        raise row_out_of_range(rows, int(np.argmax((rows < 0) | (rows >= row_count))), row_count)
 
 
 def check_dedup(rows: NDArray[np.int64]) -> None:
@@ -111,6 +111,14 @@ def check_tokens(plan: HashPlan, windows: Windows) -> None:
             raise InvalidArgument(
                 f"{name}: id {tokens.reshape(-1)[at]} at {at} is not below {plan.token_limit}, the number of known ids"
             )
+
+
+def table_size(table: NDArray[np.uint8]) -> tuple[int, int]:
+    """(rows, row_bytes) of a table, or of what stands for one: an object with `row_count` and `row_bytes`. Raises InvalidArgument."""
+    if isinstance(table, np.ndarray) or not hasattr(table, "row_count"):
+        row_bytes = check_table(table)
+        return int(table.shape[0]), row_bytes
+    return int(table.row_count), int(table.row_bytes)
 
 
 def check_table(table: NDArray[np.uint8]) -> int:

@@ -7,21 +7,22 @@ which the engine opens on all addresses, know no keys: the operator's network ru
 
 from __future__ import annotations
 
-import hmac
 import logging
 import mmap
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from engram_pool.adapters.mooncake_callers import Callers
 from engram_pool.adapters.mooncake_metrics import MooncakeMeters
 from engram_pool.adapters.mooncake_slots import SlotRing
 from engram_pool.adapters.mooncake_tables import IDENTITY_PAGE_BYTES, HeldVersion, HeldVersions
@@ -31,7 +32,6 @@ from treadle.client.engram import mooncake_wire as wire
 from treadle.client.engram.mooncake_engine import Engine
 from treadle.client.engram.mooncake_wire import Frame, Kind
 from treadle.contract import (
-    AccessDenied,
     Deadline,
     FingerprintMismatch,
     InvalidArgument,
@@ -64,11 +64,11 @@ class MooncakeDoor:
 
     def __init__(
         self, engine: Engine, versions: HeldVersions, slots: SlotRing, meters: MooncakeMeters, *, host: str, port: int,
-        keys: Collection[str], lease_seconds: float = LEASE_SECONDS, connections_max: int = CONNECTIONS_MAX,
+        callers: Callers, lease_seconds: float = LEASE_SECONDS, connections_max: int = CONNECTIONS_MAX,
     ) -> None:  # fmt: skip
-        """host, port: of the listener; 0 takes a free one. keys: a client has to know one of them; none: anybody. Raises OSError."""
+        """host, port: of the listener; 0 takes a free one. Raises OSError."""
         self._engine, self._versions, self._slots, self._meters = engine, versions, slots, meters
-        self._keys, self._lease_seconds, self._connections_max = tuple(keys), lease_seconds, connections_max
+        self._callers, self._lease_seconds, self._connections_max = callers, lease_seconds, connections_max
         self._listener = socket.create_server((host, port))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._lock, self._closing = threading.Lock(), threading.Event()
@@ -146,12 +146,10 @@ class MooncakeDoor:
         asked = wire.read_json(frame.body)
         if asked.get("protocol") != wire.PROTOCOL:
             raise ProtocolMismatch(f"the door speaks protocol {wire.PROTOCOL}, the client {asked.get('protocol')!r}")
-        given = str(asked.get("proof")).encode()
-        if self._keys and not any(hmac.compare_digest(wire.proof(key, nonce).encode(), given) for key in self._keys):
-            raise AccessDenied("the mooncake door needs a key of the pool")
+        caller = _Caller(self._callers, self._callers.find(str(asked.get("proof")), nonce))
         on_end = _Ending(connection)
         held = self._versions.open(str(asked.get("model")), str(asked.get("version")), on_end)
-        client = _Client(connection, held, self._slots, self._meters, self._lease_seconds)
+        client = _Client(connection, held, caller, self._slots, self._meters, self._lease_seconds)
         left_first = False
         try:
             wire.send(connection, Frame(Kind.OPENED, self._opened(held)))
@@ -181,13 +179,21 @@ class _Ending:
         _end(self._connection)
 
 
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Whose connection it is."""
+
+    callers: Callers
+    tenant: int
+
+
 class _Client:
     """One connection with its version and the slots lent to it."""
 
     def __init__(
-        self, connection: socket.socket, held: HeldVersion, slots: SlotRing, meters: MooncakeMeters, lease_seconds: float
+        self, connection: socket.socket, held: HeldVersion, caller: _Caller, slots: SlotRing, meters: MooncakeMeters, lease_seconds: float
     ) -> None:  # fmt: skip
-        self._connection, self._held, self._slots, self._meters = connection, held, slots, meters
+        self._connection, self._held, self._caller, self._slots, self._meters = connection, held, caller, slots, meters
         self._lease_seconds = lease_seconds
         self._lent: dict[int, int] = {}  # slot -> generation
 
@@ -240,6 +246,7 @@ class _Client:
             raise InvalidArgument(f"{length} bytes of rows in one request, a slot takes {self._slots.slot_bytes}")
         slot = self._slots.take()
         try:
+            self._caller.callers.admit(self._caller.tenant, work.rows, work.row_bytes, deadline)
             data = self._slots.view(slot, length)
             work.fill(data.reshape(-1, work.row_bytes))
             crc = crc32c(data)
@@ -249,6 +256,7 @@ class _Client:
             raise
         generation = self._slots.lend(slot, self._lease_seconds)
         self._lent[slot] = generation
+        self._caller.callers.served(self._caller.tenant, work.rows, work.row_bytes, deadline)
         return wire.Staged(slot, generation, self._slots.address(slot), data.nbytes, crc, self._held.resident.version)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry
 
+from engram_pool.adapters.mooncake_callers import Callers
 from engram_pool.adapters.mooncake_door import SLOT_BYTES, MooncakeDoor, staging_memory
 from engram_pool.adapters.mooncake_metrics import MooncakeMeters
 from engram_pool.adapters.mooncake_slots import SlotRing
@@ -19,7 +19,7 @@ log = logging.getLogger("engram_pool.mooncake")
 
 
 async def open_mooncake_door(
-    pool: Pool, registry: CollectorRegistry, *, host: str, port: int, protocol: str, slots: int, direct: bool, keys: Collection[str]
+    pool: Pool, registry: CollectorRegistry, *, host: str, port: int, protocol: str, slots: int, direct: bool, callers: Callers
 ) -> MooncakeDoor:  # fmt: skip
     """Open it on the loop that `pool` lives on.
 
@@ -32,7 +32,7 @@ async def open_mooncake_door(
     ring, meters = SlotRing(memory[IDENTITY_PAGE_BYTES:], SLOT_BYTES), MooncakeMeters(registry)
     meters.observe(ring)
     versions = HeldVersions(pool, asyncio.get_running_loop(), engine, memory[:IDENTITY_PAGE_BYTES], direct=direct)
-    door = MooncakeDoor(engine, versions, ring, meters, host=host, port=port, keys=keys)
+    door = MooncakeDoor(engine, versions, ring, meters, host=host, port=port, callers=callers)
     log.warning(
         "Mooncake listens on all addresses without keys: whoever reaches its ports reads and writes registered memory; guard them by a network rule",
         extra={"engine": engine.name, "door": door.address},

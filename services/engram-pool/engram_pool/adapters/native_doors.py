@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engram_pool.domain.ports import Door, Doors, NoDoors, StoredVersion
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Versions
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, Tenants, Versions
 from treadle.kernels import HashPlan
 
 log = logging.getLogger("engram_pool")
@@ -22,11 +22,22 @@ class NativeDoors:
 
     workers:    threads that gather
     piece_rows: rows of one piece, what an earlier deadline may have to wait for
+    admission:  refuse at once what would be late
+    tenants:    whose quotas and shares requests are taken off; None: one without limits
     """
 
-    def __init__(self, *, workers: int, tickets_max: int, piece_rows: int = 1024) -> None:
+    def __init__(
+        self, *, workers: int, tickets_max: int, piece_rows: int = 1024, admission: bool = False, tenants: Tenants | None = None
+    ) -> None:
         self.versions = Versions()
-        self.queue = DeadlineQueue(workers=workers, tickets_max=tickets_max, piece_rows=piece_rows, implementation="native")
+        self.queue = DeadlineQueue(
+            workers=workers,
+            tickets_max=tickets_max,
+            piece_rows=piece_rows,
+            admission=admission,
+            tenants=tenants,
+            implementation="native",
+        )
 
     @property
     def open_doors(self) -> Sequence[Door]:
@@ -67,9 +78,10 @@ class NativeDoors:
         self.queue.close()
 
 
-def open_native_doors(*, workers: int, tickets_max: int) -> Doors:
-    """The native doors of a pool; none, with a warning, where the extension was not built."""
+def open_native_doors(*, workers: int, tickets_max: int, admission: bool, tenants: Tenants) -> tuple[Doors, DeadlineQueue | None]:
+    """The native doors of a pool and their queue; none, with a warning, where the extension was not built."""
     if IMPLEMENTATION != "native":
         log.warning("the native data plane was not built: rows leave this process by gRPC alone")
-        return NoDoors()
-    return NativeDoors(workers=workers, tickets_max=tickets_max)
+        return NoDoors(), None
+    doors = NativeDoors(workers=workers, tickets_max=tickets_max, admission=admission, tenants=tenants)
+    return doors, doors.queue

@@ -21,6 +21,7 @@ from treadle.client.engram.handle import EngramHandle
 from treadle.client.engram.mooncake_control import SocketControl
 from treadle.client.engram.mooncake_engine import Span
 from treadle.client.engram.mooncake_landing import SLOT_BYTES, SLOTS, Landing, landing, landing_figures
+from treadle.client.engram.pool_types import OwnerShare
 from treadle.contract import (
     AccessDenied,
     DataLoss,
@@ -35,6 +36,7 @@ from treadle.contract import (
     Unavailable,
     Windows,
 )
+from treadle.contract.placement import Spread
 
 if TYPE_CHECKING:
     from tests.conftest import Process, StartPool
@@ -185,6 +187,47 @@ def test_the_door_lets_in_only_who_knows_a_key(
         for key in (None, "third-key"):
             with pytest.raises(AccessDenied):
                 control_of(process, demo, key, fabric)
+
+
+def test_a_tenant_is_held_to_its_quota_there_too(
+    start_pool: StartPool, tmp_path: Path, demo: EngramModel, token_map: NDArray[np.int32]
+) -> None:
+    keys, token, tenants = tmp_path / "keys", tmp_path / "token", tmp_path / "tenants.yaml"
+    keys.write_text("pool-key")
+    token.write_text("tenant-key")
+    tenants.write_text(f"tenants:\n  - {{name: few, token_file: {token}, rows_per_second_max: 100}}\n")
+    flags = (*DOOR, "--api-key-file", str(keys), "--tenants-file", str(tenants))
+    with start_pool(tmp_path / "s", *flags) as process, Fabric(engram=process.address, key="pool-key") as fabric:
+        fabric.engram.load_random(demo, token_map)
+        with closing(control_of(process, demo, "tenant-key", fabric)) as control, pytest.raises(ResourceExhausted, match="few") as refused:
+            for _ in range(3):
+                control.release(control.gather(1, np.arange(90), Deadline.after(2)))
+        assert refused.value.retry_after_seconds is not None
+        with closing(control_of(process, demo, "pool-key", fabric)) as control:
+            control.gather(1, np.arange(4_000), Deadline.after(2))
+
+
+def test_a_pool_that_holds_a_part_answers_only_for_its_rows(
+    start_pool: StartPool, tmp_path: Path, demo: EngramModel, token_map: NDArray[np.int32]
+) -> None:
+    share = OwnerShare("a", Spread(("a", "b"), 1, 500))
+    with start_pool(tmp_path / "whole") as whole, start_pool(tmp_path / "s", *DOOR) as process:
+        whole.fabric.engram.load_random(demo, token_map)
+        process.fabric.engram.load_peers([whole.address], demo.name, placement=share)
+        with whole.fabric.engram.open(demo.name) as mapped, closing(control_of(process, demo)) as control:
+            assert not control.owner.tables, "rows that are not here read as zeros, so that no table is read directly"
+            segments = process.fabric.engram.describe(demo.name).segments
+            (held,) = [segment.held for segment in segments if segment.layer == 1]
+            here = np.concatenate([np.arange(first, last) for first, last in held])
+            elsewhere = np.setdiff1d(np.arange(demo.rows_hashed(1)), here)
+            assert here.size
+            assert elsewhere.size
+            with process.fabric.engram.open(demo.name, transport="mooncake") as by_mooncake:
+                assert np.array_equal(by_mooncake.gather(1, here.reshape(-1, 1)), mapped.gather(1, here.reshape(-1, 1)))
+                with pytest.raises(RowOutOfRange, match="a part of layer 1 only"):
+                    by_mooncake.gather(1, elsewhere[:3].reshape(-1, 1))
+                with pytest.raises(RowOutOfRange, match="a part of layer"):
+                    by_mooncake.lookup(windows_of(demo, 200))
 
 
 def test_a_request_for_another_version_than_was_opened_is_refused(process: Process, demo: EngramModel) -> None:

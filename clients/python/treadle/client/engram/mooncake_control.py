@@ -6,6 +6,7 @@ Owns one connection to a pool's mooncake door, which holds one version while it 
 
 from __future__ import annotations
 
+import hashlib
 import select
 import socket
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,7 @@ class SocketControl:
 
     def _open(self, model: str, version: str, key: str | None, deadline: Deadline) -> Owner:
         nonce = self._receive(Kind.CHALLENGE, deadline).body
-        request = {"protocol": wire.PROTOCOL, "model": model, "version": version, "proof": wire.proof(key, nonce) if key else ""}
+        request = {"protocol": wire.PROTOCOL, "model": model, "version": version, "proof": _proof(key, nonce)}
         self._send(Frame(Kind.OPEN, wire.json_body(request), deadline.remaining_seconds()))
         said = wire.read_json(self._receive(Kind.OPENED, deadline).body)
         if said.get("version") != version:
@@ -161,3 +162,7 @@ class SocketControl:
         if frame.kind is not kind:
             raise ProtocolMismatch(f"{self._address} (mooncake) sent {frame.kind.name}, {kind.name} expected")
         return frame
+
+
+def _proof(key: str | None, nonce: bytes) -> str:
+    return wire.proof(hashlib.sha256(key.encode()).digest(), nonce) if key else ""

@@ -108,9 +108,9 @@ def _exactly(connection: socket.socket, size: int, deadline: Deadline | None) ->
 # -- bodies -----------------------------------------------------------------------------------------------------------------
 
 
-def proof(key: str, nonce: bytes) -> str:
-    """What shows that a client knows `key` without sending it: HMAC-SHA256 over the door's nonce, hexadecimal."""
-    return hmac.new(key.encode(), nonce, hashlib.sha256).hexdigest()
+def proof(key_digest: bytes, nonce: bytes) -> str:
+    """What shows that a client knows a key without sending it: HMAC-SHA256 by the key's sha256 over the door's nonce, hexadecimal."""
+    return hmac.new(key_digest, nonce, hashlib.sha256).hexdigest()
 
 
 def json_body(values: Mapping[str, Any]) -> bytes:

@@ -212,6 +212,18 @@ class EngramPool:
             _report(progress, answer.progress)
         return checked
 
+    def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks: rows that the pool gathers yield to it.
+
+        name:             who asks; a second reserve of the same name replaces the first
+        bytes_per_second: bytes copied a second; 0 gives it back
+        seconds:          it ends by itself; renew before
+        Processes that map tables gather on their own and do not hear of it: their queue has a `reserve` of its own.
+        Raises InvalidArgument, ResourceExhausted where rows would have too little, Unavailable without the native data plane.
+        """
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(self._endpoint.call(self._stub.ReserveBandwidth, request))
+
     def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
         answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
@@ -319,6 +331,11 @@ class AsyncEngramPool:
         async for piece in self._endpoint.aio_stream(self._stub.ReadFusion, read, timeout_seconds):
             weights.add(piece)
         return await asyncio.to_thread(weights.whole)
+
+    async def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
+        """`EngramPool.reserve_bandwidth`."""
+        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
+        return types.reserved_bandwidth(await self._endpoint.aio_call(self._stub.ReserveBandwidth, request))
 
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""

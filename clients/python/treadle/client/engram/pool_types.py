@@ -123,6 +123,25 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """How one tenant stands, since the start of the pool. `rows_per_second_max` 0: no quota."""
+
+    name: str
+    rows_total: int
+    refused_total: int
+    late_total: int
+    rows_per_second_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReservedBandwidth:
+    """Bandwidth of a pool's memory, bytes copied a second: kept by all reserves, and left to rows."""
+
+    reserved_bytes_per_second: int
+    left_bytes_per_second: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolStatus:
     """How a pool is. `table_bytes_max` 0: as much as its file system holds."""
 
@@ -136,6 +155,7 @@ class PoolStatus:
     draining: bool
     scrub: ScrubStatus = ScrubStatus(0, 0, 0, 0.0)
     doors: tuple[Door, ...] = ()
+    tenants: tuple[TenantStatus, ...] = ()
 
 
 def resident_model(message: pb.Model) -> ResidentModel:
@@ -205,7 +225,13 @@ def pool_status(message: pb.StatusResponse) -> PoolStatus:
             message.scrub.pass_ended_at_seconds,
         ),
         _doors(message.doors),
+        tuple(TenantStatus(t.name, t.rows_total, t.refused_total, t.late_total, t.rows_per_second_max) for t in message.tenants),
     )  # fmt: skip
+
+
+def reserved_bandwidth(message: pb.ReserveBandwidthResponse) -> ReservedBandwidth:
+    """Read one."""
+    return ReservedBandwidth(message.reserved_bytes_per_second, message.left_bytes_per_second)
 
 
 def windows_message(windows: Windows) -> pb.Windows:

@@ -1,0 +1,272 @@
+"""Both sides of the ring: a server in the pool's process, clients in processes of the same host.
+
+Owns checks, limits and errors; memory, threads and protocol are native. A client may be of another user and need not be able to
+map the tables. Who may connect is for the server: its own user, root, users it was told, or whoever holds a token.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, TreadleError, Unavailable, Windows
+from treadle.contract.policy import WAIT_SECONDS_MAX
+from treadle.dataplane import admission as rule
+from treadle.dataplane.extension import native_module
+from treadle.dataplane.faults import Fault, error_of
+from treadle.dataplane.queue import DeadlineQueue
+from treadle.dataplane.versions import Versions
+
+SLOTS = 64  # requests in flight of one client, one for each layer; the same number stands in ring.hpp
+CLIENTS_MAX = 4096
+ARENA_BYTES_MAX = 1 << 34
+ARENA_BYTES = 64 << 20  # of a client that asks for nothing else: two layers of 4,096 tokens of DeepSeek-V4.1
+NO_TOKEN = bytes(32)
+RETRY_SECONDS = 0.001  # a slot or buffer is free again after about so long
+
+Rows = NDArray[np.uint8]
+
+
+class RingRefused(Exception):
+    """What the native side raises when a server says no: (fault, most bytes of an arena)."""
+
+
+class RingServer:
+    """Serves `versions` to processes of this host, on the threads of `queue`. Close it before the queue.
+
+    path:            of a Unix socket; one that a dead process left there is replaced
+    clients_max:     connections at once
+    arena_bytes_max: most memory of one client; its pages are taken as they are touched
+    users:           ids that may connect beside our own user and root
+    tokens:          sha256 of a token -> its tenant; then every client needs one of them
+    hot_rows:        descriptor of a hot-row cache that clients may map, read-only; None: there is none
+
+    Raises InvalidArgument for limits, Unavailable where the path cannot be bound or the native extension was not built.
+    """
+
+    def __init__(
+        self, path: str, queue: DeadlineQueue, versions: Versions, *, clients_max: int = 64, arena_bytes_max: int = ARENA_BYTES,
+        users: Sequence[int] = (), tokens: Mapping[bytes, int] | None = None, hot_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        if not 1 <= clients_max <= CLIENTS_MAX:
+            raise InvalidArgument(f"clients_max: 1 to {CLIENTS_MAX}, got {clients_max}")
+        if not 4096 <= arena_bytes_max <= ARENA_BYTES_MAX or arena_bytes_max % 4096:
+            raise InvalidArgument(f"arena_bytes_max: a multiple of 4096 up to {ARENA_BYTES_MAX}, got {arena_bytes_max}")
+        self.path = path
+        try:
+            self._native: Any = native_module().RingServer(
+                queue.native_engine(), versions.native, path, clients_max, arena_bytes_max, list(users),
+                list((tokens or {}).items()), -1 if hot_rows is None else hot_rows,
+            )  # fmt: skip
+        except OSError as error:
+            raise Unavailable(f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?") from error
+        self._closing = weakref.finalize(self, _close_in, os.getpid(), self._native)
+
+    def stats(self) -> dict[str, int]:
+        """clients, and totals since the start: requests_total, rows_total, refused_total, failed_total."""
+        stats: dict[str, int] = self._native.stats()
+        return stats
+
+    def close(self) -> None:
+        """Stop what clients have in flight, hang up, remove the path. Nothing is written to their memory afterwards."""
+        self._closing()
+
+
+class RingCall:
+    """A request in flight. Made by `RingClient`; `out` belongs to it until it has ended."""
+
+    __slots__ = ("_client", "_native", "_row_count", "deadline")
+
+    def __init__(self, client: RingClient, native: Any, deadline: Deadline, row_count: int) -> None:
+        self._client, self._native, self.deadline, self._row_count = client, native, deadline, row_count
+
+    @property
+    def submitted_ns(self) -> int:
+        """When it was put into the ring (time.monotonic_ns())."""
+        return int(self._native.submitted_ns)
+
+    @property
+    def started_ns(self) -> int:
+        """When the pool began with it, known once it has ended; 0: not yet."""
+        return int(self._native.started_ns)
+
+    @property
+    def finished_ns(self) -> int:
+        """When its last row was there, or it ended otherwise; 0: not yet."""
+        return int(self._native.finished_ns)
+
+    @property
+    def done(self) -> bool:
+        """Nothing more is written to `out`."""
+        return bool(self._native.ended)
+
+    def wait(self, seconds: float) -> bool:
+        """True once all rows are there; False after `seconds`, or once cancelled. Other Python threads run meanwhile.
+
+        Raises the error of a pool that refused, failed or went away: ResourceExhausted, RowOutOfRange, NotFound, DataLoss, Unavailable.
+        """
+        if not 0 <= seconds <= WAIT_SECONDS_MAX:
+            raise InvalidArgument(f"seconds: 0 to {WAIT_SECONDS_MAX}, got {seconds}")
+        came = bool(self._native.wait(seconds))
+        if not came and self._native.fault:
+            raise self._error()
+        return came
+
+    def cancel(self) -> NDArray[np.bool_]:
+        """Stop it; bool [rows] of those that are there. A pool that does not answer for seconds loses the connection."""
+        there = np.zeros(self._row_count, np.bool_)
+        there[: self._native.cancel()] = True
+        return there
+
+    def fileno(self) -> int:
+        """An eventfd, readable once it has ended; made on first use, closed by `close()`."""
+        try:
+            return int(self._native.fileno())
+        except OSError as error:
+            raise ResourceExhausted(f"fileno: the system grants no eventfd: {error}") from error
+
+    def close(self) -> None:
+        """Give the eventfd back."""
+        self._native.close()
+
+    def _error(self) -> TreadleError:
+        what = f"ring {self._client.path}"
+        predicted_ns, retry_ns, reason = self._native.refusal()
+        if self._native.fault == Fault.REFUSED and reason:
+            verdict = rule.Verdict(Fault.REFUSED, predicted_ns, retry_ns, reason)
+            return rule.refusal(verdict, what, time.monotonic_ns(), self.deadline.at_ns)
+        return error_of(self._native.fault, what)
+
+
+class RingClient:
+    """A connection to the pool of this host. A context manager; close it in the end.
+
+    token:       sha256 of the caller's token, 32 bytes; zeros: none
+    arena_bytes: memory shared with the pool; 0: as much as the pool gives
+
+    Raises Unavailable if nobody answers within `seconds`, AccessDenied for a user or token that may not, InvalidArgument for an
+    arena that the pool does not give. Not for use in a forked child.
+    """
+
+    def __init__(self, path: str, *, token: bytes = NO_TOKEN, arena_bytes: int = 0, seconds: float = 5.0) -> None:
+        self.path, self._process_id = path, os.getpid()
+        try:
+            self._native: Any = native_module().RingClient(path, token, arena_bytes, seconds)
+        except OSError as error:
+            raise Unavailable(f"ring {path}: {error.strerror}; does the pool run, and may this user reach the path?") from error
+        except RingRefused as refused:
+            raise _refusal(path, *refused.args, arena_bytes) from refused
+        self._closing = weakref.finalize(self, _close_in, self._process_id, self._native)
+
+    @property
+    def lost(self) -> bool:
+        """The pool has gone, or this client was closed: connect anew."""
+        return bool(self._native.lost)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Memory shared with the pool."""
+        return int(self._native.arena_bytes)
+
+    @property
+    def arena_taken_bytes(self) -> int:
+        """Of this, what buffers and requests in flight hold."""
+        return int(self._native.arena_taken_bytes)
+
+    @property
+    def hot_rows(self) -> int | None:
+        """Descriptor of the pool's hot-row cache, this client's; None: it has none."""
+        descriptor = int(self._native.hot_rows)
+        return None if descriptor < 0 else descriptor
+
+    def buffer(self, shape: tuple[int, ...]) -> Rows:
+        """An `out` in shared memory, which rows go into without a copy. Its memory is free again with the last array over it.
+
+        Raises ResourceExhausted when the arena has no such stretch left.
+        """
+        size = int(np.prod(shape, dtype=np.int64))
+        try:
+            flat: Rows = self._native.buffer(size)
+        except OSError as error:
+            raise self._no_room(size) from error
+        return flat.reshape(shape)
+
+    def submit_gather(self, version: bytes, layer: int, rows: NDArray[np.int64], out: Rows, deadline: Deadline) -> RingCall:
+        """Start a gather. rows: [...] int64, copied; out: [..., row_bytes] uint8, C-contiguous, in the arena or anywhere.
+
+        Raises ResourceExhausted beyond SLOTS requests or the arena, Unavailable on a lost connection.
+        """
+        self._check_process()
+        try:
+            native = self._native.submit_gather(version, layer, deadline.at_ns, rows, out)
+        except OSError as error:
+            raise self._submission_error(error, out.nbytes + rows.nbytes) from error
+        return RingCall(self, native, deadline, rows.size)
+
+    def submit_lookup(
+        self, version: bytes, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline]
+    ) -> dict[int, RingCall]:
+        """Start a lookup of the layers in `deadlines`, all or none. outs: by layer, [T, C, row_bytes]. Errors as `submit_gather`."""
+        self._check_process()
+        layers = [(layer, deadline.at_ns, outs[layer]) for layer, deadline in deadlines.items()]
+        try:
+            calls = self._native.submit_lookup(version, layers, windows)
+        except OSError as error:
+            raise self._submission_error(error, sum(out.nbytes for _, _, out in layers)) from error
+        return {
+            layer: RingCall(self, call, deadlines[layer], out.shape[0] * out.shape[1])
+            for (layer, _, out), call in zip(layers, calls, strict=True)
+        }
+
+    def close(self) -> None:
+        """Hang up. Requests in flight end as Unavailable; buffers stay readable."""
+        self._closing()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process_id:
+            raise InvalidArgument(f"ring: opened in process {self._process_id}, used in its fork {os.getpid()}; start processes with spawn")
+
+    def _submission_error(self, error: OSError, size: int) -> TreadleError:
+        if self.lost:
+            return Unavailable(f"ring {self.path}: the pool has gone, or has hung up; connect again")
+        if error.strerror is not None and error.errno == _BUSY:
+            return ResourceExhausted(f"ring {self.path}: {SLOTS} requests are in flight, the limit of one client", RETRY_SECONDS)
+        return self._no_room(size)
+
+    def _no_room(self, size: int) -> ResourceExhausted:
+        return ResourceExhausted(
+            f"ring {self.path}: no stretch of {size} bytes is free in the arena of {self.arena_bytes}, {self.arena_taken_bytes} are"
+            " taken; let go of buffers, or ask for a larger arena",
+            RETRY_SECONDS,
+        )
+
+
+_BUSY = 16  # EBUSY
+
+
+def _refusal(path: str, fault: int, arena_bytes_max: int, arena_bytes: int) -> TreadleError:
+    if fault == Fault.REFUSED and arena_bytes > arena_bytes_max > 0:
+        return InvalidArgument(f"ring {path}: an arena of {arena_bytes} bytes was asked for, the pool gives {arena_bytes_max}")
+    if fault == Fault.REFUSED:
+        return ResourceExhausted(f"ring {path}: the pool has as many clients as it takes", 1.0)
+    if fault == Fault.INVALID:
+        return InvalidArgument(f"ring {path}: the pool's clock is another one; leave the time namespace, or use another transport")
+    return error_of(fault, f"ring {path}")
+
+
+def _close_in(process_id: int, native: Any) -> None:
+    if os.getpid() == process_id:  # a forked child has no thread to join
+        native.close()

@@ -1,0 +1,1 @@
+"""Scenarios over running services: real processes, load, faults, and somebody who checks every row."""
