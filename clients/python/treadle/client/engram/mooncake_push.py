@@ -7,7 +7,6 @@ second run goes on: parts that are there already are only compared.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,8 +68,8 @@ def push_version(
             sources["token_map"] = np.frombuffer(token_map.astype("<i4").tobytes(), dtype=np.uint8)
         if fusion:
             sources["fusion"] = np.frombuffer(fusion, dtype=np.uint8)
-        if opened.card is not None:
-            sources["card"] = np.frombuffer(json.dumps(opened.card).encode(), dtype=np.uint8)
+        if opened.card_json:
+            sources["card"] = np.frombuffer(opened.card_json, dtype=np.uint8)
         pushing = _Pushing(store, model, version, options, sum(source.nbytes for source in sources.values()), progress)
         blobs = {name: pushing.push(name, source) for name, source in sources.items()}
         del sources, token_map

@@ -150,7 +150,7 @@ class EngramPool:
         progress: ProgressCallback | None = None,
     ) -> Pushed:  # fmt: skip
         """Push a version of this host's pool into a Mooncake Store. Errors as in `push_version`; needs Mooncake in this process."""
-        opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
+        opened = self.describe(model, version)
         named = opened.resident.model.fusion
         fusion = self.read_fusion(model, opened.resident.version) if named is not None and named.weights is not None else b""
         with SegmentStore(store, protocol) as segments:
