@@ -57,7 +57,7 @@ def measure(*, quick: bool, table_bytes: int = TABLE_BYTES) -> tuple[list[Row], 
                 rows += _measure_tokens(profile, both, tokens, rounds, notes)
             rows += _measure_busy(profile, both, BUSY_ROUNDS_QUICK if quick else BUSY_ROUNDS, notes)
         goals += goals_of([row for row in rows if row.params["rows"] == profile.name], profile.name)
-    return rows, goals, notes
+    return rows, goals, list(dict.fromkeys(notes))
 
 
 def _measure_tokens(profile: Profile, both: tuple[PagedTable, PagedTable], tokens: int, rounds: int, notes: list[str]) -> list[Row]:
@@ -191,10 +191,9 @@ def _tensor(table: Bytes) -> torch.Tensor:
 
 def _calibrated(table: PagedTable) -> str:
     """What a calibration of the prefetch distance finds here; the figures are taken at the default."""
-    found = calibrate_prefetch(table.rows)
-    if found.distance != found.default_distance:
-        from treadle.kernels import _native
-
-        _native.set_prefetch_rows(found.default_distance)
+    try:
+        found = calibrate_prefetch(table.rows, use=False)
+    except Unavailable as error:
+        return str(error)
     measured = ", ".join(f"{distance}: {us:.0f}" for distance, us in found.microseconds_by_distance.items())
     return f"prefetch {found.reason} (us of {found.rows} rows by distance: {measured or 'none'})"
