@@ -13,36 +13,30 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from engram_pool.adapters.mooncake_callers import Callers
 from engram_pool.adapters.mooncake_metrics import MooncakeMeters
+from engram_pool.adapters.mooncake_requests import Work, read_work
 from engram_pool.adapters.mooncake_slots import SlotRing
 from engram_pool.adapters.mooncake_tables import IDENTITY_PAGE_BYTES, HeldVersion, HeldVersions
-from engram_pool.domain.held_rows import check_held
-from engram_pool.domain.windows_bytes import read_ids, read_windows
 from treadle.client.engram import mooncake_wire as wire
 from treadle.client.engram.mooncake_engine import Engine
 from treadle.client.engram.mooncake_wire import Frame, Kind
 from treadle.contract import (
     Deadline,
-    FingerprintMismatch,
     InvalidArgument,
     ProtocolMismatch,
     ResourceExhausted,
     TreadleError,
     Unavailable,
-    Windows,
 )
-from treadle.engram.v1 import engram_pool_pb2 as pb
-from treadle.kernels import crc32c, gather_rows, lookup, row_ids
+from treadle.kernels import crc32c
 
 log = logging.getLogger("engram_pool.mooncake")
 SLOT_BYTES = 4 << 20
@@ -209,10 +203,8 @@ class _Client:
                 if self._lent.get(slot) == generation:
                     del self._lent[slot]
                     self._slots.release(slot, generation)
-            elif frame.kind in _STAGES:
-                self._answer(frame)
             else:
-                raise ProtocolMismatch(f"{frame.kind.name} from a client")
+                self._answer(frame)
         _refuse(self._connection, self._held.ended)
         return False
 
@@ -225,7 +217,7 @@ class _Client:
     def _answer(self, frame: Frame) -> None:
         begun, rows, outcome = time.monotonic(), 0, "failed"
         try:
-            work = _STAGES[frame.kind](self._held, frame.body)
+            work = read_work(self._held, frame)
             rows = work.rows
             wire.send(self._connection, Frame(Kind.STAGED, wire.staged_body(self._stage(work, frame.seconds_left))))
             outcome = "ok"
@@ -236,7 +228,7 @@ class _Client:
         finally:
             self._meters.request_ended(outcome, rows, time.monotonic() - begun)
 
-    def _stage(self, work: _Work, seconds_left: float) -> wire.Staged:
+    def _stage(self, work: Work, seconds_left: float) -> wire.Staged:
         deadline = Deadline.after(min(max(0.0, seconds_left), REQUEST_SECONDS_MAX))
         deadline.check(before="gathering")
         if self._held.ended is not None:
@@ -258,71 +250,6 @@ class _Client:
         self._lent[slot] = generation
         self._caller.callers.served(self._caller.tenant, work.rows, work.row_bytes, deadline)
         return wire.Staged(slot, generation, self._slots.address(slot), data.nbytes, crc, self._held.resident.version)
-
-
-class _Work:
-    """Checked work: `rows` rows of `row_bytes`; `fill` writes them into u8 [rows, row_bytes]."""
-
-    def __init__(self, held: HeldVersion, rows: int, fill: Callable[[NDArray[np.uint8]], None]) -> None:
-        self.rows, self.row_bytes, self.fill = rows, held.resident.model.row.bytes, fill
-
-
-def _gather(held: HeldVersion, body: bytes) -> _Work:
-    request = pb.GatherRequest()
-    _parse(request, body)
-    _check_ref(held, request.ref)
-    held.resident.model.layer_position(request.layer)
-    table, ids = held.tables[request.layer], read_ids(request.rows)
-    check_held(ids, held.ranges(request.layer), request.layer)
-    return _Work(held, ids.size, lambda out: gather_rows(table, ids, out))
-
-
-def _lookup(held: HeldVersion, body: bytes) -> _Work:
-    request = pb.LookupRequest()
-    _parse(request, body)
-    _check_ref(held, request.ref)
-    model, sent, layers = held.resident.model, request.windows, tuple(request.layers)
-    if not layers or len(set(layers)) != len(layers):
-        raise InvalidArgument(f"layers: one or more, each one once, got {list(layers)[:16]}")
-    for layer in layers:
-        model.layer_position(layer)
-    windows = read_windows(
-        model.order_max, tokens=sent.tokens, starts=sent.starts, lookback=sent.lookback, dead=sent.dead, lookback_dead=sent.lookback_dead
-    )  # fmt: skip
-    each = windows.token_count * model.columns
-
-    def fill(out: NDArray[np.uint8]) -> None:
-        for place, layer in enumerate(layers):
-            _fill_layer(held, layer, windows, out[place * each : (place + 1) * each])
-
-    return _Work(held, each * len(layers), fill)
-
-
-def _fill_layer(held: HeldVersion, layer: int, windows: Windows, out: NDArray[np.uint8]) -> None:
-    model = held.resident.model
-    if (ranges := held.ranges(layer)) is not None:
-        ids = row_ids(held.plan(layer), windows).reshape(-1)
-        check_held(ids, ranges, layer)
-        gather_rows(held.tables[layer], ids, out)
-        return
-    lookup(held.plan(layer), held.tables[layer], windows, out.reshape(windows.token_count, model.columns, model.row.bytes))
-
-
-_STAGES: dict[Kind, Callable[[HeldVersion, bytes], _Work]] = {Kind.GATHER: _gather, Kind.LOOKUP: _lookup}
-
-
-def _parse(request: pb.GatherRequest | pb.LookupRequest, body: bytes) -> None:
-    try:
-        request.ParseFromString(body)
-    except DecodeError as error:
-        raise ProtocolMismatch("a request that cannot be read") from error
-
-
-def _check_ref(held: HeldVersion, ref: pb.ModelRef) -> None:
-    resident = held.resident
-    for field, asked, opened in (("model", ref.model, resident.name), ("version", ref.version, resident.version)):
-        if asked != opened:
-            raise FingerprintMismatch(field, opened, asked)
 
 
 def _refuse(connection: socket.socket, error: TreadleError) -> bool:
