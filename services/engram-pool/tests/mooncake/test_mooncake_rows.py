@@ -343,6 +343,8 @@ def test_an_owner_that_was_killed_is_found_again_on_other_ports(
         by_mooncake = impatient.engram.open(demo.name, transport="mooncake")
         with process.fabric.engram.open(demo.name) as mapped:
             expected = mapped.lookup(windows)
+        several = [by_mooncake.prefetch(windows, {1: Deadline.after(1)}) for _ in range(6)]  # each has a connection that dies
+        assert all(ticket.wait()[1].missing is None for ticket in several)
         door = door_of(process)
         process.kill()
         with pytest.raises(Unavailable):

@@ -1,6 +1,6 @@
 """Rows by Mooncake: the owner gathers them into a slot of its own, one read brings them here.
 
-Owns connections to one owner's door, retries within the caller's time, and the checks that make rows believable: length, version
+Owns retries within the caller's time, and the checks that make rows believable: length, version
 and CRC32C of what came. Rows pass through a slot of ours into `out`: Mooncake may write to a destination long after a read has
 failed, and `out` is the caller's. A few rows by id are read straight from the owner's table (`direct_rows`).
 """
@@ -10,14 +10,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.client.endpoint import Endpoint
-from treadle.client.engram.mooncake_control import SocketControl, StagingControl
+from treadle.client.engram.mooncake_connections import Connections, Resolve
+from treadle.client.engram.mooncake_control import StagingControl
 from treadle.client.engram.mooncake_landing import Landing, landing
 from treadle.client.engram.mooncake_wire import IDENTITY_BYTES, Staged
 from treadle.client.engram.pool_types import OpenedModel, opened_model
@@ -49,7 +50,6 @@ DIRECT_SECONDS_MAX = 1.0  # the owner keeps a table mapped for twice as long aft
 RETRY_SECONDS = 0.05  # before the second try, doubled each time: the engine needs a pause after a rejected batch
 RETRY_SECONDS_MAX = 0.8
 TRY_SECONDS_MAX = 2.0  # one try: an owner that hangs is asked again, perhaps elsewhere, and an abandoned lookup ends
-Resolve = Callable[[], str]
 
 
 class MooncakeSource:
@@ -60,23 +60,16 @@ class MooncakeSource:
     ) -> None:  # fmt: skip
         """Connect once.
 
-        resolve:     address of the owner's door, asked again when it does not answer: a restart may have moved it
+        resolve:     see Connections
         direct_rows: read up to so many rows of a `gather` straight from the owner's table; 0: never
         Raises Unavailable if Mooncake is not installed or the owner does not answer, NotFound, AccessDenied.
         """
         self.transport = Transport.MOONCAKE
-        self._resolve, self._model, self._version, self._key = resolve, model, version, key
-        self._timeout_seconds, self.direct_rows = timeout_seconds, direct_rows
-        self._lock, self._idle_controls = threading.Lock(), list[StagingControl]()
-        self._closed = False
-        control = self._connect(Deadline.after(timeout_seconds))
-        try:
+        self._model, self._timeout_seconds, self.direct_rows = model, timeout_seconds, direct_rows
+        self._connections = Connections(resolve, model.name, version, key)
+        with self._connections.one(Deadline.after(timeout_seconds)) as control:
             self._landing: Landing = landing(control.host(), control.owner.protocol)
-        except TreadleError:
-            control.close()
-            raise
-        self._slot_bytes = min(control.owner.slot_bytes, self._landing.slot_bytes)  # the most that one request can bring
-        self._idle_controls.append(control)
+            self._slot_bytes = min(control.owner.slot_bytes, self._landing.slot_bytes)  # the most that one request can bring
         self._calls = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="treadle-lookup")
         self._places = threading.Semaphore(CALLS_MAX)
 
@@ -128,11 +121,7 @@ class MooncakeSource:
 
     def close(self) -> None:
         """See RowSource. Engine and slots stay: Mooncake may still write to them."""
-        with self._lock:
-            self._closed = True
-            controls, self._idle_controls = self._idle_controls, []
-        for control in controls:
-            control.close()
+        self._connections.close()
         self._calls.shutdown(wait=True, cancel_futures=True)
 
     # -- one call -------------------------------------------------------------------------------------------------------
@@ -199,7 +188,7 @@ class MooncakeSource:
         deadline: Deadline,
     ) -> bool:
         """Have rows staged, read them, check them, hand them over."""
-        with self._control(deadline) as control:
+        with self._connections.one(deadline) as control:
             lease = Deadline.after(control.owner.lease_seconds)  # from before the owner begins to count
             staged = ask(control, deadline)
             if staged.length != length:
@@ -213,7 +202,7 @@ class MooncakeSource:
 
     def _direct(self, layer: int, ids: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline) -> bool:
         """Read rows from the owner's table; False where it is not registered. Believed only with the owner's identity beside them."""
-        with self._control(deadline) as control:
+        with self._connections.one(deadline) as control:
             owner = control.owner
             table, row_bytes = owner.tables.get(layer), self._model.row.bytes
             if table is None:
@@ -232,7 +221,7 @@ class MooncakeSource:
                 out[:] = data[:-IDENTITY_BYTES].reshape(out.shape)
         return True
 
-    # -- connections and retries ----------------------------------------------------------------------------------------
+    # -- retries --------------------------------------------------------------------------------------------------------
 
     def _retried(self, act: Callable[[Deadline], bool], deadline: Deadline, abandoned: threading.Event | None = None) -> bool:
         """`act(its deadline)`, again after Unavailable and full slots, with pauses that grow, while there is time and somebody who wants it."""
@@ -248,35 +237,10 @@ class MooncakeSource:
                     if error.retry_after_seconds is None:
                         raise
                     after = error.retry_after_seconds
-                if self._closed or deadline.remaining_seconds() <= after:
+                if self._connections.closed or deadline.remaining_seconds() <= after:
                     raise
                 stop.wait(after)
                 pause = min(2 * pause, RETRY_SECONDS_MAX)
-
-    @contextmanager
-    def _control(self, deadline: Deadline) -> Iterator[StagingControl]:
-        """A connection; kept for the next call unless something went wrong on it that the owner did not say itself."""
-        with self._lock:
-            control = self._idle_controls.pop() if self._idle_controls else None
-        if control is None:
-            control = self._connect(deadline)
-        intact = False
-        try:
-            yield control
-            intact = True
-        except TreadleError as error:
-            intact = error.origin is not None and not isinstance(error, DataLoss)
-            raise
-        finally:
-            with self._lock:
-                keep = intact and not self._closed
-                if keep:
-                    self._idle_controls.append(control)
-            if not keep:
-                control.close()
-
-    def _connect(self, deadline: Deadline) -> StagingControl:
-        return SocketControl(self._resolve(), self._model.name, self._version, self._key, deadline)
 
     def _check_ids(self, layer: int, ids: NDArray[np.int64]) -> None:
         rows = self._model.table(layer).rows
@@ -291,14 +255,16 @@ def mooncake_source(endpoint: Endpoint, opened: OpenedModel) -> MooncakeSource:
     Raises NotFound if the pool has no such door, Unavailable if Mooncake is not installed here.
     """
     model, version = opened.resident.model, opened.resident.version
-    known = [opened.door(Transport.MOONCAKE).address]
+    known = [opened.door(Transport.MOONCAKE).address]  # believed once
 
-    def resolve() -> str:
+    def resolve(deadline: Deadline) -> str:
         if known:
             return known.pop()
         request = pb.OpenModelRequest(ref=pb.ModelRef(model=model.name, version=version))
         with closing(endpoint.channel()) as channel:
-            answer = endpoint.call(pb_grpc.EngramPoolServiceStub(channel).OpenModel, request)
+            answer = endpoint.call(
+                pb_grpc.EngramPoolServiceStub(channel).OpenModel, request, max(0.001, deadline.remaining_seconds())
+            )
         return opened_model(answer).door(Transport.MOONCAKE).address
 
     return MooncakeSource(resolve, model, version, key=endpoint.key, timeout_seconds=endpoint.timeout_seconds)
