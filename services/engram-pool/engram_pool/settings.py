@@ -30,6 +30,13 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class MooncakeProtocol(StrEnum):
+    """What Mooncake moves rows by."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
+
+
 class VerifyOnStart(StrEnum):
     """How closely versions found on disk are looked at before they are served."""
 
@@ -128,6 +135,14 @@ class Settings(ServerSettings):
     reap_grace_seconds: float = 30.0
     """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
+    mooncake_listen: str = ""
+    """Address of the mooncake door, host:port, the host one by which clients reach this machine; empty: no such door."""
+    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    """tcp or rdma."""
+    mooncake_slots: int = 16
+    """Slots of 4 MiB into which rows are gathered for Mooncake to read; when all are lent, callers are told to try again."""
+    mooncake_direct: bool = True
+    """Register whole tables, so that a few rows are read without asking; over rdma that pins them: needs ulimit -l unlimited."""
     owner: str = "pool"
     """Name of this pool among the owners of a fabric, as in placements."""
     owners: str = ""
@@ -173,6 +188,10 @@ class Settings(ServerSettings):
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
+        if not 1 <= self.mooncake_slots <= 1024:
+            raise WrongSetting(f"mooncake_slots is 1 to 1024, got {self.mooncake_slots}")
+        if self.mooncake_listen:
+            self._check_mooncake_listen()
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
         if not 0 <= self.versions_kept_max <= 64:
@@ -239,3 +258,10 @@ class Settings(ServerSettings):
             raise WrongSetting("owners and redis_url: the directory is a list or in Redis; give one of them")
         if self.advertise:
             split_address(self.advertise)
+
+    def _check_mooncake_listen(self) -> None:
+        host, _ = split_address(self.mooncake_listen)
+        if host in ("0.0.0.0", "[::]", "::"):
+            raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
+        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
+            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")

@@ -201,7 +201,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     DataLoss if a segment does not fit.
     """
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: segment.rows for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -216,7 +216,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
 def local_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     """Copy the tables into private memory of this process, on huge pages where the kernel grants them."""
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: private_copy(segment.rows) for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -308,7 +308,8 @@ class _DelayedTicket:
         self._inner.close()
 
 
-def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+def map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+    """Map every segment, by layer, under the version's shared lock; both go with `stack`. Raises NotFound, InvalidArgument, DataLoss."""
     for place in opened.segments:
         if place.held:
             raise InvalidArgument(
