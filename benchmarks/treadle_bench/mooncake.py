@@ -98,7 +98,7 @@ def _main() -> None:
 def _measured(folder: Path, rounds: int) -> list[dict[str, Any]]:
     model = qwen_ple_model("bench", prime_base=20_000, row=RowLayout(320, 160, "bf16"))
     with ExitStack() as stack:
-        pool = stack.enter_context(pool_process("--mooncake-listen", "127.0.0.1:0"))
+        pool = stack.enter_context(pool_process(arguments=["--mooncake-listen", "127.0.0.1:0"]))
         fabric = stack.enter_context(Fabric(engram=pool.address, timeout_seconds=30.0))
         fabric.engram.load_random(model)
         mapped = stack.enter_context(fabric.engram.open(model.name, transport="mapped"))
