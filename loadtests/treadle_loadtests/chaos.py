@@ -161,6 +161,8 @@ class Blows:
             others = "ipv4:" + ",".join(self.stage.pools[owner] for owner in OWNERS)
             took = self.stage.wait(lambda: self._opens(others, "socket"), "an open at any owner", BACK_SECONDS)
             self.report.times.setdefault("open at the owners", []).append(took)
+        self.stage.wait(lambda: self.stage.ready(name), f"{name} is ready", BACK_SECONDS)
+        self.report.times.setdefault("killed pool ready again", []).append(time.monotonic() - begun)
         self.stage.wait(lambda: self._opens(self.stage.pools[name], "rpc"), f"an open at {name}", BACK_SECONDS)
         self.report.times.setdefault("open at the killed pool", []).append(time.monotonic() - begun)
         if name in OWNERS:

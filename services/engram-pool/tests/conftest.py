@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -87,6 +88,19 @@ def eventually() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
             await asyncio.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """`free_port()`: one that nobody listens on now."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return find
 
 
 # -- models -----------------------------------------------------------------------------------------------------------------
