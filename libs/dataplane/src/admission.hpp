@@ -22,6 +22,7 @@ inline constexpr int64_t OVERHEAD_NS_MAX = 500'000;  // of a wake or an end that
 inline constexpr int64_t STRETCH_NS = 100'000'000;   // what pieces took beyond their cost is forgotten with this time constant
 inline constexpr double STRETCH_PRIOR_NS = 1e6;      // work at its cost that is always believed in: an idle worker is a whole one again
 inline constexpr double STRETCH_MAX = 100.0;
+inline constexpr int64_t PROBE_NS = 10'000'000;  // between two tickets that an idle queue takes although what it learnt says no
 inline constexpr std::array<double, 7> ERROR_PARTS{0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0};
 
 struct QueueOptions {
@@ -70,10 +71,11 @@ public:
         Verdict verdict;
         if (options.admission) {
             verdict = judge({now_ns, running_ns(now_ns) + (idle ? workers_ * wake_ns_ : 0), workers_}, ticket.work, admitted);
-            if (!verdict) {
+            if (!verdict && !(idle && probes(ticket, now_ns))) {
                 if (now_ns + ticket.work.span_ns <= ticket.deadline_ns) tenants->overloaded(now_ns);
                 return verdict;
             }
+            verdict.fault = Fault::none, verdict.reason = Reason::none;
             ticket.told_ns = ticket.predicted_ns = verdict.predicted_finish_ns;
         }
         const int64_t work_ns = options.admission ? ticket.work.work_ns : 0;
@@ -147,6 +149,17 @@ private:
 
     double piece_ns(const Job& job, int64_t units) const noexcept { return costs.piece_ns(job.tier, job.row_bytes, units * job.rows_per_unit); }
 
+    // A bad moment must not be believed for ever: what it made look dear is refused, and never measured again. An idle queue harms
+    // nobody by trying what it could do at the costs that it began with.
+    bool probes(const Ticket& ticket, int64_t now_ns) noexcept {
+        const Job& job = ticket.job;
+        const auto seed_ns = static_cast<int64_t>(costs.seed_ns(job.tier, job.row_bytes) * static_cast<double>(job.rows()) / workers_);
+        const int64_t least_ns = std::max(seed_ns, bandwidth.least_ns(job.bytes(), now_ns));
+        if (now_ns - probed_ns_ < PROBE_NS || now_ns + WAKE_NS + least_ns > ticket.deadline_ns) return false;
+        probed_ns_ = now_ns;
+        return true;
+    }
+
     // Costs leave out the time that a thread was kept from its core; where that happens all the time, it is less of a worker.
     double stretch(int64_t now_ns) const noexcept {
         const double kept = stretch_kept(now_ns);
@@ -172,7 +185,7 @@ private:
     const int workers_;
     int64_t in_flight_ = 0, in_flight_ends_ns_ = 0;
     int64_t waking_since_ = 0, wake_ns_ = WAKE_NS;
-    int64_t stretched_ns_ = 0;
+    int64_t probed_ns_ = 0, stretched_ns_ = 0;
     double expected_ns_ = 0, took_ns_ = 0;
     std::atomic<int64_t> end_ns_{0};
 };

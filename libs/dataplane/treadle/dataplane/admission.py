@@ -106,7 +106,11 @@ class Costs:
         known = self._known.get((tier, _class(_lines(row_bytes), LINE_CLASSES)), {})
         at = _class(rows, ROW_CLASSES)
         near = min(known, key=lambda size: (abs(size - at), -size), default=None)  # pieces of a like size cost alike
-        return known[near][0] if near is not None else self._line_ns[tier] * _lines(row_bytes)
+        return known[near][0] if near is not None else self.seed_ns(tier, row_bytes)
+
+    def seed_ns(self, tier: int, row_bytes: int) -> float:
+        """Of a row, before anything was learnt."""
+        return self._line_ns[tier] * _lines(row_bytes)
 
     def piece_ns(self, tier: int, row_bytes: int, rows: int) -> float:
         """What a piece of `rows` costs."""

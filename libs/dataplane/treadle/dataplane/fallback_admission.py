@@ -31,6 +31,7 @@ RETRY_NS_MIN = 1_000_000
 STRETCH_NS = 100_000_000  # what pieces took beyond their cost is forgotten with this time constant
 STRETCH_PRIOR_NS = 1e6  # work at its cost that is always believed in: an idle worker is a whole one again
 STRETCH_MAX = 100.0
+PROBE_NS = 10_000_000  # between two tickets that an idle queue takes although what it learnt says no
 
 
 class QueueOptions(NamedTuple):
@@ -70,7 +71,7 @@ class Admission:
         self._workers, self._piece_ns = options.workers, options.piece_ns
         self._in_flight = self._in_flight_ends_ns = self._waking_since_ns = self._end_ns = 0
         self._wake_ns, self._stretched_ns = WAKE_NS, 0
-        self._expected_ns = self._took_ns = 0.0
+        self._expected_ns, self._took_ns, self._probed_ns = 0.0, 0.0, 0
 
     def piece_units(self, size: Size) -> int:
         """Units of the next piece: bounded by rows, and by time as it was measured."""
@@ -95,7 +96,7 @@ class Admission:
         if self.admits:
             running_ns = self._running_ns(now_ns) + (self._workers * self._wake_ns if idle else 0)
             verdict = judge(now_ns, running_ns, self._workers, work, admitted)
-            if verdict.fault:
+            if verdict.fault and not (idle and self._probes(size, work.deadline_ns, now_ns)):
                 if now_ns + work.span_ns <= work.deadline_ns:
                     self.ledger.overloaded(now_ns)
                 return verdict
@@ -156,6 +157,16 @@ class Admission:
 
     def _size_ns(self, size: Size, units: int) -> float:
         return self.costs.piece_ns(Tier.MEMORY, size.row_bytes, units * size.rows_per_unit)
+
+    def _probes(self, size: Size, deadline_ns: int, now_ns: int) -> bool:
+        """A bad moment must not be believed for ever: what it made look dear is refused, and never measured again. An idle queue harms
+        nobody by trying what it could do at the costs that it began with."""
+        seed_ns = int(self.costs.seed_ns(Tier.MEMORY, size.row_bytes) * size.row_count / self._workers)
+        least_ns = max(seed_ns, self.bandwidth.least_ns(size.row_count * size.row_bytes, now_ns))
+        if now_ns - self._probed_ns < PROBE_NS or now_ns + WAKE_NS + least_ns > deadline_ns:
+            return False
+        self._probed_ns = now_ns
+        return True
 
     def _stretch(self, now_ns: int) -> float:
         """Costs leave out the time that a thread was kept from its core; where that happens all the time, it is less of a worker."""

@@ -2,7 +2,8 @@
 
 What is near depends on where rows lie. In memory whose pages are all entered nothing is left to bring nearer: a lookup started early
 (`prefetch` without deadlines) is what helps there, and a hint does nothing. Where pages are not entered yet, or lie on a disk, a hint
-reads the rows into a scratch buffer, which nobody looks at.
+reads the rows into a scratch buffer, which nobody looks at. Measured, 256 tokens of 16 rows of 320 B on 4 KiB pages: a lookup of rows whose
+pages were not entered took 70 ms and after a hint 0.5 ms; of rows in memory 0.44 ms, and after a hint 0.41 ms.
 """
 
 from __future__ import annotations
