@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from treadle.contract import Deadline
 from treadle.dataplane import RemoteLayer, RemoteRows
 from treadle.dataplane.socket import parse_address
+from treadle_bench.remote_grpc import measure_grpc
 from treadle_bench.remote_owner import BENCH_TOKEN, GATHER, ORDER, SEND, bench_model
 from treadle_bench.report import Goal, Row, interleave, rows_of
 
@@ -66,7 +67,8 @@ def measure(*, quick: bool) -> tuple[list[Row], list[Goal], list[str]]:
         for row in rows
         if row.name == "socket" and row.ratio is not None and row.params["tokens"] == 256
     ]
-    return rows, goals, skipped
+    by_grpc, grpc_goals = measure_grpc(sizes, rounds, table_rows=table_rows // 4)
+    return rows + by_grpc, goals + grpc_goals, skipped
 
 
 def _measure(owner: Owner, kind: str, by: str, tokens: int, table_rows: int, rounds: int) -> list[Row]:
