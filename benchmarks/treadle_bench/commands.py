@@ -111,6 +111,17 @@ def ticket(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
 
 @app.command()
+def remote(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Rows of another process: the native socket against a raw socket and the gather (needs 1.5 GB; as root another host too)."""
+    from treadle_bench.remote import measure
+    from treadle_bench.report import show
+
+    rows, goals, skipped = measure(quick=quick)
+    show(rows, goals, as_json=json, title="remote", quick=quick, notes=[f"not measured: {text}" for text in skipped])
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
 def load(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
     """Tables into shared memory through a real pool (needs 5 GB of memory)."""
     from treadle_bench.loading import measure

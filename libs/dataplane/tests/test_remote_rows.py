@@ -287,7 +287,10 @@ def test_a_token_is_asked_for_and_says_whose_quota_it_is() -> None:
 def test_a_token_map_comes_as_its_owner_has_it() -> None:
     with server_here() as (server, _, _):
         got = fetch_token_map(server.addresses[0], MODEL.version, MODEL.fingerprint.digest, 1)
-        assert np.array_equal(got, PLANS[1].token_map)
+        expected = PLANS[1].token_map
+        assert got is not None
+        assert expected is not None
+        assert np.array_equal(got, expected)
 
 
 def test_a_ticket_tells_an_event_loop_and_ends_with_its_handle() -> None:

@@ -211,10 +211,11 @@ class Settings(ServerSettings):
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
         if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
             raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
+        knows_keys = self.api_key_file is not None or self.tenants_file is not None
         for address in self.socket_addresses:
-            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and self.api_key_file is None:
+            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and not knows_keys:
                 raise WrongSetting(
-                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file, or listen on 127.0.0.1"
+                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file or tenants_file, or listen on 127.0.0.1"
                 )
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")

@@ -64,7 +64,9 @@ class RingServer:
                 queue.native_engine(), versions.native, path, clients_max, arena_bytes_max, list(users),
             )  # fmt: skip
         except OSError as error:
-            raise Unavailable(f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?") from error
+            raise Unavailable(
+                f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?"
+            ) from error
         self._closing = weakref.finalize(self, _close_in, os.getpid(), self._native)
 
     def add_hot_rows(self, descriptor: int) -> None:
@@ -239,7 +241,9 @@ class RingClient:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
-            raise InvalidArgument(f"ring: opened in process {self._process_id}, used in its fork {os.getpid()}; start processes with spawn")
+            raise InvalidArgument(
+                f"ring: opened in process {self._process_id}, used in its fork {os.getpid()}; start processes with spawn"
+            )
 
     def _submission_error(self, error: OSError, size: int) -> TreadleError:
         if self.lost:
