@@ -76,7 +76,12 @@ def _probe_rows(cache_bytes: int, rounds: int) -> list[Row]:
         assert not missed.size, "rows that are there are found"
         return took / BATCH_ROWS
 
-    return rows_of(interleave({"probe": probe}, rounds), {"rows": BATCH_ROWS, "row_bytes": ROW_BYTES, "cache_MiB": cache_bytes >> 20}, "ns", "probe")
+    return rows_of(
+        interleave({"probe": probe}, rounds),
+        {"rows": BATCH_ROWS, "row_bytes": ROW_BYTES, "cache_MiB": cache_bytes >> 20},
+        "ns",
+        "probe",
+    )
 
 
 def _trace_rows(
@@ -105,7 +110,12 @@ def _trace_rows(
     )  # fmt: skip
     after = hot.stats()
     hits, misses = (after[f"{kind}_total"] - before[f"{kind}_total"] for kind in ("hits", "misses"))
-    params = {"trace": name, "hit_rate": round(hits / max(1, hits + misses), 3), "cache_MiB": cache_bytes >> 20, "table_MiB": table_rows * ROW_BYTES >> 20}
+    params = {
+        "trace": name,
+        "hit_rate": round(hits / max(1, hits + misses), 3),
+        "cache_MiB": cache_bytes >> 20,
+        "table_MiB": table_rows * ROW_BYTES >> 20,
+    }
     return rows_of(measured, params, "us", "without")
 
 
@@ -116,7 +126,9 @@ def _traces(table_rows: int, batches: int, texts: Path | None, tokenizer: Path |
         yield f"zipf {exponent}", _zipf(chance, exponent, table_rows, batches * BATCH_ROWS).reshape(batches, BATCH_ROWS)
     folder = texts or TEXTS
     if tokenizer is None or not tokenizer.exists() or not folder.exists():
-        sys.stderr.write(f"cache: the text trace is skipped for want of {folder} or {tokenizer}: give --texts FOLDER and --tokenizer FILE\n")
+        sys.stderr.write(
+            f"cache: the text trace is skipped for want of {folder} or {tokenizer}: give --texts FOLDER and --tokenizer FILE\n"
+        )
         return
     yield "text", _text_trace(folder, tokenizer, table_rows, batches)
 
@@ -125,7 +137,8 @@ def _zipf(chance: np.random.Generator, exponent: float, count: int, draws: int) 
     """Row of rank r with a probability of r^-exponent, ranks spread over the table by a permutation."""
     weights = np.cumsum(np.arange(1, count + 1, dtype=np.float64) ** -exponent)
     ranks = np.searchsorted(weights, chance.random(draws) * weights[-1])
-    return chance.permutation(count)[np.minimum(ranks, count - 1)]
+    rows: NDArray[np.int64] = chance.permutation(count)[np.minimum(ranks, count - 1)]
+    return rows
 
 
 def _text_trace(folder: Path, tokenizer: Path, table_rows: int, batches: int) -> Trace:
@@ -137,10 +150,17 @@ def _text_trace(folder: Path, tokenizer: Path, table_rows: int, batches: int) ->
     token_map, compressed = compressed_token_map(tokenizer)[:2]
     digest = hashlib.sha256(token_map.astype("<i4").tobytes()).hexdigest()
     model = deepseek_v41_model(
-        "trace", token_map=digest, compressed_vocab_size=compressed, pad_id=0, layers=(LAYER,), prime_base=table_rows // COLUMNS - 200
+        "trace",
+        token_map=digest,
+        compressed_vocab_size=compressed,
+        pad_id=0,
+        layers=(LAYER,),
+        prime_base=table_rows // COLUMNS - 200,
     )
     text = "".join(path.read_text(errors="replace") for path in sorted(folder.rglob("*.txt")))[:TEXT_BYTES]
-    ids = np.array(Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids[: batches * TOKENS], dtype=np.int64)
+    ids = np.array(
+        Tokenizer.from_file(str(tokenizer)).encode(text, add_special_tokens=False).ids[: batches * TOKENS], dtype=np.int64
+    )
     if len(ids) < batches * TOKENS:
         raise ValueError(f"{folder}: {len(ids)} tokens of text, {batches * TOKENS} are needed")
     windows = Windows(tokens=ids, starts=np.array([0, len(ids)], np.int32), lookback=np.full((1, model.order_max - 1), -1))

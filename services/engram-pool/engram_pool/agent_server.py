@@ -1,6 +1,6 @@
 """EngramPoolService of a host agent: what the upstream pools say, passed on, with this host's doors instead of theirs.
 
-Loading, removing and verifying are for the pools that hold the tables: not implemented here, and answered so.
+Loading, removing and verifying are for the pools that hold the tables: refused here, naming those.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import grpc.aio
 
 from treadle.client import Endpoint
 from treadle.client.errors import from_rpc
-from treadle.contract import PROTO_VERSION
+from treadle.contract import PROTO_VERSION, InvalidArgument
 from treadle.contract.owners import Door
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
@@ -36,7 +36,8 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         """What the upstream pools have."""
-        return await self._ask(lambda stub, options: stub.ListModels(request, **options))
+        listed: pb.ListModelsResponse = await self._ask(lambda stub, options: stub.ListModels(request, **options))
+        return listed
 
     async def OpenModel(self, request: pb.OpenModelRequest, context: Any) -> pb.OpenModelResponse:  # noqa: N802
         """A version, by this host's doors: nothing of it can be mapped here."""
@@ -56,6 +57,16 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
         async for answer in self._stream(lambda stub, options: stub.WatchModels(request, **options)):
             yield answer
 
+    async def Gather(self, request: pb.GatherRequest, context: Any) -> AsyncIterator[pb.GatherResponse]:  # noqa: N802
+        """Rows by id from upstream, for callers without the native data plane."""
+        async for answer in self._stream(lambda stub, options: stub.Gather(request, **options)):
+            yield answer
+
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> AsyncIterator[pb.LookupResponse]:  # noqa: N802
+        """Rows by tokens from upstream, for callers without the native data plane."""
+        async for answer in self._stream(lambda stub, options: stub.Lookup(request, **options)):
+            yield answer
+
     async def ReadFusion(self, request: pb.ReadFusionRequest, context: Any) -> AsyncIterator[pb.ReadFusionResponse]:  # noqa: N802
         """Fusion weights from upstream."""
         async for answer in self._stream(lambda stub, options: stub.ReadFusion(request, **options)):
@@ -63,7 +74,45 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
         """This process: no tables, and its doors."""
-        return pb.StatusResponse(build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), doors=self._own_doors())
+        return pb.StatusResponse(
+            build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), doors=self._own_doors()
+        )
+
+    async def LoadTable(self, request: pb.LoadTableRequest, context: Any) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+        yield
+
+    async def VerifyModel(self, request: pb.VerifyModelRequest, context: Any) -> AsyncIterator[pb.VerifyModelResponse]:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+        yield
+
+    async def PromoteModel(self, request: pb.PromoteModelRequest, context: Any) -> pb.PromoteModelResponse:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+
+    async def ReadTable(self, request: pb.ReadTableRequest, context: Any) -> AsyncIterator[pb.ReadTableResponse]:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+        yield
+
+    async def ReserveBandwidth(self, request: pb.ReserveBandwidthRequest, context: Any) -> pb.ReserveBandwidthResponse:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+
+    async def RemoveModel(self, request: pb.RemoveModelRequest, context: Any) -> pb.RemoveModelResponse:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+
+    async def WatchOwners(self, request: pb.WatchOwnersRequest, context: Any) -> AsyncIterator[pb.WatchOwnersResponse]:  # noqa: N802
+        """Not here."""
+        raise self._elsewhere()
+        yield
+
+    def _elsewhere(self) -> InvalidArgument:
+        pools = ", ".join(endpoint.address for endpoint in self._endpoints)
+        return InvalidArgument(f"this pool holds no tables, it serves those of others; ask {pools}")
 
     def _own_doors(self) -> list[pb.Door]:
         return [pb.Door(transport=door.transport, address=door.address) for door in self._doors()]
@@ -80,7 +129,10 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
 
     async def _stream(self, call: Callable[[Any, dict[str, Any]], Any]) -> AsyncIterator[Any]:
         for place, (endpoint, channel) in enumerate(zip(self._endpoints, self._channels, strict=True)):
-            answers, begun = call(pb_grpc.EngramPoolServiceStub(channel), {"timeout": STREAM_SECONDS_MAX, "metadata": endpoint.metadata}), False
+            answers, begun = (
+                call(pb_grpc.EngramPoolServiceStub(channel), {"timeout": STREAM_SECONDS_MAX, "metadata": endpoint.metadata}),
+                False,
+            )
             async with _left(answers):
                 try:
                     async for answer in answers:

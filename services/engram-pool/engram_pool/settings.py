@@ -195,7 +195,11 @@ class Settings(ServerSettings):
             raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
         if not all(":" in address for address in self.upstream_list):
             raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
-        if not 1 <= self.ring_clients_max <= 4096 or not 1 << 16 <= self.ring_arena_bytes_max <= 1 << 34 or self.ring_arena_bytes_max % 4096:
+        if (
+            not 1 <= self.ring_clients_max <= 4096
+            or not 1 << 16 <= self.ring_arena_bytes_max <= 1 << 34
+            or self.ring_arena_bytes_max % 4096
+        ):
             raise WrongSetting("ring_clients_max is 1 to 4096, ring_arena_bytes_max a multiple of 4096 from 64 KiB to 16 GiB")
         if not 1 <= self.disk_threads <= 256 or not (self.hot_rows_bytes == 0 or 1 << 16 <= self.hot_rows_bytes <= 1 << 44):
             raise WrongSetting("disk_threads is 1 to 256, hot_rows_bytes 0 or at least 64 KiB")

@@ -57,7 +57,7 @@ class Running:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start() -> Start:
     """`with start(folder, "--setting", "value", ...) as running:`"""
 
     @contextmanager
@@ -78,7 +78,7 @@ def start() -> Iterator[Start]:
             process.wait(READY_SECONDS_MAX)
             process.stdout.close()
 
-    yield run
+    return run
 
 
 @pytest.fixture
@@ -177,9 +177,7 @@ with EngramPool(Endpoint(sys.argv[1])) as pool:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user: run the tests as root, or in a container")
-def test_who_may_not_map_the_table_reads_it_by_ring(
-    start: Start, memory: Path, demo: EngramModel, token_map: TokenMap
-) -> None:
+def test_who_may_not_map_the_table_reads_it_by_ring(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
     with start(memory, "--ring-listen", f"unix:{memory}.sock", "--ring-users", "65534") as running:
         running.pool.load_random(demo, token_map)
         with running.pool.open("demo") as mapped:
@@ -191,8 +189,12 @@ def test_who_may_not_map_the_table_reads_it_by_ring(
         assert done.stdout == "cannot map\n" + expected.tobytes().hex()
 
 
-def test_a_version_that_a_ring_handle_holds_is_not_freed(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
-    with start(memory, "--ring-listen", f"unix:{memory}.sock", "--reap-interval-seconds", "0.05", "--reap-grace-seconds", "0") as running:
+def test_a_version_that_a_ring_handle_holds_is_not_freed(
+    start: Start, memory: Path, demo: EngramModel, token_map: TokenMap
+) -> None:
+    with start(
+        memory, "--ring-listen", f"unix:{memory}.sock", "--reap-interval-seconds", "0.05", "--reap-grace-seconds", "0"
+    ) as running:
         running.pool.load_random(demo, token_map, seed=1)
         with running.pool.open("demo", transport="ring") as handle:
             before = handle.gather(1, np.arange(8).reshape(4, 2))
@@ -209,7 +211,9 @@ def test_a_pool_without_a_ring_says_so(start: Start, memory: Path, demo: EngramM
             running.pool.open("demo", transport="ring")
 
 
-async def test_a_ring_ticket_is_awaited_on_an_event_loop(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
+async def test_a_ring_ticket_is_awaited_on_an_event_loop(
+    start: Start, memory: Path, demo: EngramModel, token_map: TokenMap
+) -> None:
     with start(memory) as running:
         await asyncio.to_thread(running.pool.load_random, demo, token_map)
         with await asyncio.to_thread(running.pool.open, "demo", transport="ring") as handle:
@@ -224,7 +228,8 @@ def test_a_wrong_setting_stops_the_start(memory: Path, setting: tuple[str, str])
         [sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--segment-dir", str(memory), *setting],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and setting[0].removeprefix("--").replace("-", "_") in done.stderr
+    assert done.returncode == 2
+    assert setting[0].removeprefix("--").replace("-", "_") in done.stderr
 
 
 def test_a_wrong_transport_is_named(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
@@ -247,6 +252,8 @@ def test_a_host_without_tables_serves_those_of_others(
                 agent.pool.open("demo", transport="mapped")
             with agent.pool.open("demo") as ring:
                 assert ring.transport is Transport.RING
+                with pytest.raises(InvalidArgument, match=owner.address):
+                    agent.pool.load_random(demo, token_map)
                 wait_served(ring)
                 for tokens in (1, 100):
                     check_equal(mapped, ring, tokens)

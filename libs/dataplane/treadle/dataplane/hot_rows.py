@@ -31,7 +31,9 @@ class HotRows:
 
     def __init__(self, row_bytes: int, bytes_max: int) -> None:
         if not 1 <= row_bytes <= ROW_BYTES_MAX or not HOT_BYTES_MIN <= bytes_max <= HOT_BYTES_MAX:
-            raise InvalidArgument(f"hot rows: {HOT_BYTES_MIN} to {HOT_BYTES_MAX} bytes for rows up to {ROW_BYTES_MAX}, got {bytes_max}, {row_bytes}")
+            raise InvalidArgument(
+                f"hot rows: {HOT_BYTES_MIN} to {HOT_BYTES_MAX} bytes for rows up to {ROW_BYTES_MAX}, got {bytes_max}, {row_bytes}"
+            )
         try:
             self.native: Any = native_module().HotCache(row_bytes, bytes_max)
         except OSError as error:

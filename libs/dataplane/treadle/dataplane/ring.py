@@ -66,7 +66,9 @@ class RingServer:
                 queue.native_engine(), versions.native, path, clients_max, arena_bytes_max, list(users),
             )  # fmt: skip
         except OSError as error:
-            raise Unavailable(f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?") from error
+            raise Unavailable(
+                f"ring {path}: {error.strerror}; is the path short, its folder there, and no other pool at it?"
+            ) from error
         self._closing = weakref.finalize(self, _close_in, os.getpid(), self._native)
 
     def add_hot_rows(self, descriptor: int) -> None:
@@ -167,7 +169,8 @@ class RingClient:
         except OSError as error:
             raise Unavailable(f"ring {path}: {error.strerror}; does the pool run, and may this user reach the path?") from error
         except RingRefused as refused:
-            raise _refusal(path, *refused.args, arena_bytes) from refused
+            fault, arena_bytes_max = refused.args
+            raise _refusal(path, fault, arena_bytes_max, arena_bytes) from refused
         self._closing = weakref.finalize(self, _close_in, self._process_id, self._native)
 
     @property
@@ -259,7 +262,9 @@ class RingClient:
 
     def _check_process(self) -> None:
         if os.getpid() != self._process_id:
-            raise InvalidArgument(f"ring: opened in process {self._process_id}, used in its fork {os.getpid()}; start processes with spawn")
+            raise InvalidArgument(
+                f"ring: opened in process {self._process_id}, used in its fork {os.getpid()}; start processes with spawn"
+            )
 
     def _submission_error(self, error: OSError, size: int) -> TreadleError:
         if self.lost:

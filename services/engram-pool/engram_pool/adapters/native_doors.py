@@ -55,7 +55,9 @@ class NativeDoors:
         """See Doors. The ring, then Unix sockets: they cost less."""
         ring = [] if self.ring is None else [Door("ring", f"unix:{self.ring.path}")]
         addresses = () if self.socket is None else self.socket.addresses
-        return ring + [Door("socket", address) for address in sorted(addresses, key=lambda address: not address.startswith("unix:"))]
+        return ring + [
+            Door("socket", address) for address in sorted(addresses, key=lambda address: not address.startswith("unix:"))
+        ]
 
     def listen(self, addresses: Sequence[str], *, connections_max: int, reply_bytes_max: int) -> None:
         """Open the socket door; nothing for no addresses. Once only. Raises InvalidArgument and Unavailable naming the address."""
@@ -114,7 +116,9 @@ class NativeDoors:
 
     def share_hot_rows(self) -> None:
         """Let the ring's clients map caches that have come."""
-        for descriptor in [] if self.ring is None else set(self.stores.hot_descriptors) - self._shared_caches:
+        if self.ring is None:
+            return
+        for descriptor in set(self.stores.hot_descriptors) - self._shared_caches:
             self.ring.add_hot_rows(descriptor)
             self._shared_caches.add(descriptor)
 

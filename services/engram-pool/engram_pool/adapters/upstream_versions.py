@@ -70,7 +70,11 @@ class UpstreamVersions:
         for address in doors:
             rows.add_owner(address)
         layers = [
-            ServedLayer(layer, plans[layer], self._doors.stores.behind_hot_rows(resident.version, layer, rows.store(layer, FETCH_SECONDS_MAX)))
+            ServedLayer(
+                layer,
+                plans[layer],
+                self._doors.stores.behind_hot_rows(resident.version, layer, rows.store(layer, FETCH_SECONDS_MAX)),
+            )
             for layer in model.layers
         ]
         self._doors.versions.publish(resident.version, model.fingerprint.digest, layers)

@@ -283,7 +283,9 @@ def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
                 "other rows would read as zeros; ask all its owners"
             )
     if not opened.segments:
-        raise NotFound(f"version {opened.resident.version}: this pool has no table to map, it serves those of others; open it by ring")
+        raise NotFound(
+            f"version {opened.resident.version}: this pool has no table to map, it serves those of others; open it by ring"
+        )
     stack.callback(os.close, _hold_lock(opened))
     segments = {}
     for place in opened.segments:
