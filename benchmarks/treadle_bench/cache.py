@@ -137,7 +137,8 @@ def _zipf(chance: np.random.Generator, exponent: float, count: int, draws: int) 
     """Row of rank r with a probability of r^-exponent, ranks spread over the table by a permutation."""
     weights = np.cumsum(np.arange(1, count + 1, dtype=np.float64) ** -exponent)
     ranks = np.searchsorted(weights, chance.random(draws) * weights[-1])
-    return chance.permutation(count)[np.minimum(ranks, count - 1)]
+    rows: NDArray[np.int64] = chance.permutation(count)[np.minimum(ranks, count - 1)]
+    return rows
 
 
 def _text_trace(folder: Path, tokenizer: Path, table_rows: int, batches: int) -> Trace:

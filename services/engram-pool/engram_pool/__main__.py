@@ -28,6 +28,7 @@ from engram_pool.adapters.segment_folder import SegmentFolder
 from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
 from engram_pool.adapters.tenant_metrics import TenantMetrics
 from engram_pool.adapters.tenants_file import read_tenants
+from engram_pool.agent import serve_agent
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
@@ -99,6 +100,8 @@ async def serve(settings: Settings) -> int:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
+    if settings.upstream_list:
+        return await serve_agent(settings, registry, build_version())
     compute = Compute(settings.compute_threads)
     tenants = read_tenants(settings.tenants_file, read_keys(settings))
     parts = _put_together(settings, registry, compute, tenants)

@@ -130,6 +130,8 @@ class Settings(ServerSettings):
     """Threads that wait for the disk, in the tier disk."""
     hot_rows_bytes: int = 0
     """Most memory of hot rows before the disk, shared with the ring's clients, for each size of rows; 0: none."""
+    upstream: str = ""
+    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -162,6 +164,11 @@ class Settings(ServerSettings):
         if self.ring_listen == "off":
             return None
         return str(self.segment_dir / RING_NAME) if self.ring_listen == "auto" else self.ring_listen.removeprefix("unix:")
+
+    @property
+    def upstream_list(self) -> tuple[str, ...]:
+        """`upstream`, one by one."""
+        return tuple(address.strip() for address in self.upstream.split(",") if address.strip())
 
     @property
     def ring_user_ids(self) -> tuple[int, ...]:
@@ -233,6 +240,8 @@ class Settings(ServerSettings):
             raise WrongSetting(f"ring_listen: auto, off or unix:/PATH, got {self.ring_listen!r}")
         if not all(user.strip().isdecimal() for user in self.ring_users.split(",") if user.strip()):
             raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
+        if not all(":" in address for address in self.upstream_list):
+            raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
         if (
             not 1 <= self.ring_clients_max <= 4096
             or not 1 << 16 <= self.ring_arena_bytes_max <= 1 << 34

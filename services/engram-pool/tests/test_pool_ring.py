@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -56,7 +57,7 @@ class Running:
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def start() -> Start:
     """`with start(folder, "--setting", "value", ...) as running:`"""
 
     @contextmanager
@@ -77,7 +78,7 @@ def start() -> Iterator[Start]:
             process.wait(READY_SECONDS_MAX)
             process.stdout.close()
 
-    yield run
+    return run
 
 
 @pytest.fixture
@@ -227,7 +228,8 @@ def test_a_wrong_setting_stops_the_start(memory: Path, setting: tuple[str, str])
         [sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--segment-dir", str(memory), *setting],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert done.returncode == 2 and setting[0].removeprefix("--").replace("-", "_") in done.stderr
+    assert done.returncode == 2
+    assert setting[0].removeprefix("--").replace("-", "_") in done.stderr
 
 
 def test_a_wrong_transport_is_named(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
@@ -235,3 +237,42 @@ def test_a_wrong_transport_is_named(start: Start, memory: Path, demo: EngramMode
         running.pool.load_random(demo, token_map)
         with pytest.raises(InvalidArgument, match="ring"):
             fabric.engram.open("demo", transport="pigeon")
+
+
+@pytest.mark.parametrize("hot_bytes", ["0", "1048576"])
+def test_a_host_without_tables_serves_those_of_others(
+    start: Start, memory: Path, tmp_path: Path, demo: EngramModel, token_map: TokenMap, hot_bytes: str
+) -> None:
+    with start(memory) as owner:
+        owner.pool.load_random(demo, token_map)
+        settings = ("--ring-listen", f"unix:{memory}.sock", "--upstream", owner.address, "--hot-rows-bytes", hot_bytes)
+        with start(tmp_path / "agent", *settings) as agent, owner.pool.open("demo", transport="mapped") as mapped:
+            assert [model.version for model in agent.pool.list_models()] == [mapped.version]
+            with pytest.raises((NotFound, InvalidArgument)):
+                agent.pool.open("demo", transport="mapped")
+            with agent.pool.open("demo") as ring:
+                assert ring.transport is Transport.RING
+                with pytest.raises(InvalidArgument, match=owner.address):
+                    agent.pool.load_random(demo, token_map)
+                wait_served(ring)
+                for tokens in (1, 100):
+                    check_equal(mapped, ring, tokens)
+            second = owner.pool.load_random(demo, token_map, seed=9)
+            with agent.pool.open("demo", second.version) as ring, owner.pool.open("demo", second.version) as mapped_second:
+                wait_served(ring)
+                check_equal(mapped_second, ring, 40)
+            assert agent.metric("treadle_engram_ring_rows_total") > 0
+            if hot_bytes != "0":
+                assert agent.metric("treadle_engram_hot_rows_hits_total") > 0
+
+
+def wait_served(handle: EngramHandle) -> None:
+    """The agent hears of a version a moment after its pool has it."""
+    until = time.monotonic() + READY_SECONDS_MAX
+    while True:
+        try:
+            handle.gather(handle.layers[0], np.zeros((1, 1), np.int64))
+            return
+        except NotFound:
+            assert time.monotonic() < until, "the agent does not serve the version"
+            time.sleep(0.02)

@@ -27,12 +27,13 @@ class NativeDoors:
     piece_rows: rows of one piece, what an earlier deadline may have to wait for
     admission:  refuse at once what would be late
     tenants:    whose quotas and shares requests are taken off; None: one without limits
+    piece_seconds: the same as time
     stores:     where the rows of a segment are read; None: in its mapping
     """
 
     def __init__(
         self, *, workers: int, tickets_max: int, piece_rows: int = 1024, admission: bool = False, tenants: Tenants | None = None,
-        stores: RowStores | None = None,
+        stores: RowStores | None = None, piece_seconds: float = 100e-6,
     ) -> None:  # fmt: skip
         self.versions = Versions()
         self.stores = stores or RowStores()
@@ -43,6 +44,7 @@ class NativeDoors:
             workers=workers,
             tickets_max=tickets_max,
             piece_rows=piece_rows,
+            piece_seconds=piece_seconds,
             admission=admission,
             tenants=tenants,
             implementation="native",
@@ -69,7 +71,7 @@ class NativeDoors:
         self.ring = RingServer(
             path, self.queue, self.versions, clients_max=clients_max, arena_bytes_max=arena_bytes_max, users=users
         )
-        self._share_hot_rows()
+        self.share_hot_rows()
 
     def publish(self, stored: StoredVersion) -> None:
         """See Doors."""
@@ -79,12 +81,12 @@ class NativeDoors:
             held = None if segment.held is None else np.array(segment.held or [(0, 0)], dtype=np.int64)  # none: an empty range
             layers.append(ServedLayer(number, plan, self.stores.store(stored.version, number, segment, held), held))
         self.versions.publish(stored.version, stored.model.fingerprint.digest, layers)
-        self._share_hot_rows()
+        self.share_hot_rows()
 
     def withdraw(self, stored: StoredVersion) -> None:
         """See Doors."""
         self.versions.withdraw(stored.version)
-        self.stores.retire(stored)
+        self.stores.retire(stored.version, stored.segments)
 
     def read(self, stored: StoredVersion) -> bool:
         """See Doors."""
@@ -112,8 +114,11 @@ class NativeDoors:
             self.socket.close()
         self.queue.close()
 
-    def _share_hot_rows(self) -> None:
-        for descriptor in [] if self.ring is None else set(self.stores.hot_descriptors) - self._shared_caches:
+    def share_hot_rows(self) -> None:
+        """Let the ring's clients map caches that have come."""
+        if self.ring is None:
+            return
+        for descriptor in set(self.stores.hot_descriptors) - self._shared_caches:
             self.ring.add_hot_rows(descriptor)
             self._shared_caches.add(descriptor)
 

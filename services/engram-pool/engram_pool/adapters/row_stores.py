@@ -6,13 +6,13 @@ Owns the choice of a tier, the threads that wait for a disk, and the caches of h
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import Rows, StoredVersion, TableSegment
+from engram_pool.domain.ports import Rows, TableSegment
 from treadle.dataplane.disk import DiskReaders, disk_rows
 from treadle.dataplane.hot_rows import HotCaches
 
@@ -29,6 +29,17 @@ class RowStores:
         self._readers = DiskReaders(disk_threads) if on_disk else None
         self.hot = HotCaches(hot_bytes) if on_disk and hot_bytes else None
 
+    @classmethod
+    def remote(cls, hot_bytes: int) -> RowStores:
+        """Of a pool whose tables lie at others: hot rows alone."""
+        stores = cls()
+        stores.hot = HotCaches(hot_bytes) if hot_bytes else None
+        return stores
+
+    def behind_hot_rows(self, version: str, layer: int, store: Any) -> Any:
+        """A native store with the hot rows before it, if there are any."""
+        return store if self.hot is None else self.hot.of(store.row_bytes).behind(version, layer, store)
+
     def store(self, version: str, layer: int, segment: TableSegment, held: NDArray[np.int64] | None) -> Rows | Any:
         """The rows of a segment: its array, or a native store that needs no mapping. Raises ResourceExhausted, NotFound."""
         if self._readers is None:
@@ -39,13 +50,13 @@ class RowStores:
             rows = disk_rows(descriptor, first, segment.row_count, segment.row_bytes, self._readers, held)
         finally:
             os.close(descriptor)
-        return rows if self.hot is None else self.hot.of(segment.row_bytes).behind(version, layer, rows)
+        return self.behind_hot_rows(version, layer, rows)
 
-    def retire(self, stored: StoredVersion) -> None:
+    def retire(self, version: str, layers: Iterable[int]) -> None:
         """No hot row of this version is found from now on."""
         if self.hot is not None:
-            for layer in stored.segments:
-                self.hot.retire(stored.version, layer)
+            for layer in layers:
+                self.hot.retire(version, layer)
 
     @property
     def hot_descriptors(self) -> Sequence[int]:

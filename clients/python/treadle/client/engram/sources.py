@@ -316,6 +316,10 @@ def map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
                 f"{opened.resident.model.name} {opened.resident.version}: this pool holds a part of layer {place.layer} only: "
                 "other rows would read as zeros; ask all its owners"
             )
+    if not opened.segments:
+        raise NotFound(
+            f"version {opened.resident.version}: this pool has no table to map, it serves those of others; open it by ring"
+        )
     stack.callback(os.close, _hold_lock(opened))
     segments = {}
     for place in opened.segments:
