@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from treadle.cli.plan.fabric import read_bench
-from treadle.contract import DataLoss, InvalidArgument, Unavailable
+from treadle.contract import DataLoss, InvalidArgument, ResourceExhausted, Unavailable
 from treadle_bench.commands import app
 from treadle_bench.peers import measuring
 from treadle_bench.peers.figure import by_model, check_plot, plot, tables
@@ -102,6 +102,24 @@ def test_a_peer_that_breaks_ends_its_own_turns_only() -> None:
     found = measure(TINY, [peer_of("frail", breaks, in_process=False), peer_of("good", right, in_process=False)])
     assert {(row.name, row.params["tokens"]) for row in found.rows if row.name != TAKE} == {("frail", 1), ("good", 1), ("good", 4)}
     assert any("its server is gone" in note for note in found.notes)
+
+
+@pytest.mark.usefixtures("no_pool")
+def test_a_peer_whose_buffer_is_not_given_is_left_out_and_the_others_go_on() -> None:
+    def none_left(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        raise ResourceExhausted(f"no room for {shape}")
+
+    @contextmanager
+    def opened(held: Held) -> Iterator[Sequence[Fetcher]]:
+        yield [Call("ring", held, lambda ids, out: right(held, ids, out), buffer=none_left)]
+
+    for extent, said in (
+        (TINY, "27B, 1 tokens: no room for (1, 16, 320)"),
+        (replace(TINY, settle_seconds=0.01), "27B: no room for (64, 16, 320)"),
+    ):
+        found = measure(extent, [Peer("ring", "a larger ring", opened, in_process=True), peer_of("good", right)])
+        assert {row.name for row in found.rows} == {TAKE, "good"}
+        assert found.notes == [f"not timed: ring, {said}"]
 
 
 @pytest.mark.usefixtures("no_pool")

@@ -206,7 +206,7 @@ def memories(
 
 @app.command("all")
 def all_(quick: Quick = False, strict: Strict = False) -> None:
-    """Every figure of this machine, one after the other (about 20 minutes); `grow` takes hours and is not among them."""
+    """Every figure of this machine, one after the other (about 20 minutes); not `grow`, which takes hours, nor `peers`, which installs what others made."""
     missed = False
     for command in (hash_, ticket, gather, attach, ring, load, chat, memories):
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from treadle.contract import Unavailable
 from treadle.nn.model_fetch import treadle_home
 
-INSTALL_SECONDS_MAX = 900
+INSTALL_SECONDS_MAX = 300
 
 
 def interpreter_with(requirement: str, *more: str, home: Path | None = None, beside: bool = False) -> Path:
@@ -33,7 +33,7 @@ def interpreter_with(requirement: str, *more: str, home: Path | None = None, bes
         if not done.is_file():
             for command in (
                 [sys.executable, "-m", "venv", "--clear", str(folder)],
-                [str(python), "-m", "pip", "install", "-q", *(["--no-deps"] if beside else []), requirement, *more],
+                [str(python), "-m", "pip", "install", "-q", "--retries", "1", *(["--no-deps"] if beside else []), requirement, *more],
             ):
                 _run(command)
             if beside:

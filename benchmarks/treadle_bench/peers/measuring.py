@@ -32,6 +32,7 @@ PEERS: tuple[Peer, ...] = (
 )  # fmt: skip
 OURS = tuple(peer.name for peer in treadle_rows.PEERS)
 HERE = "calls in this process"
+LEFT_OUT = (DeadlineExceeded, ResourceExhausted, Unavailable)  # what a fetcher may raise without ending the run
 OVER = "the table's share of the run's time is over"
 ROUNDS_MIN, ROUNDS_MAX = 3, 400
 SETTLE_TOKENS = 64
@@ -57,7 +58,7 @@ class Extent:
     run_seconds_max: float = 450.0  # then no new figure is begun
 
 
-QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000, run_seconds_max=32.0)
+QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000, run_seconds_max=28.0)
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ def _measure_apart(held: Held, extent: Extent, peer: Peer, findings: Findings) -
 def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Sequence[Fetcher]:
     try:
         return stack.enter_context(peer.open(held))
-    except (InvalidArgument, NotFound, Unavailable) as error:
+    except (InvalidArgument, NotFound, *LEFT_OUT) as error:
         findings.note(f"skipped: {peer.name}: {error}. To have it: {peer.get}")
         return ()
 
@@ -156,13 +157,12 @@ def _opened(stack: ExitStack, peer: Peer, held: Held, findings: Findings) -> Seq
 def _measure(held: Held, fetchers: Sequence[Fetcher], extent: Extent, seconds: float, findings: Findings, group: str) -> None:
     """One row for each fetcher and number of tokens; the first fetcher is the baseline."""
     table_rows = min(fetcher.table_rows for fetcher in fetchers)
-    ids, left = held.id_sets(table_rows), list(fetchers)
+    ids = held.id_sets(table_rows)
     params = {"model": held.layout.model, "rows": held.layout.name, "table_rows": table_rows}
     if group != HERE:
         params["beside"] = group
     try:
-        for place, fetcher in enumerate(fetchers):
-            _settle(fetcher, ids, place, extent.settle_seconds)
+        left = [fetcher for fetcher in fetchers if _settles(fetcher, ids, extent.settle_seconds, findings, held)]
         for tokens in extent.tokens:
             left = [fetcher for fetcher in left if _answers(fetcher, ids, tokens, findings, held)]
             if len(left) < 2:
@@ -175,7 +175,7 @@ def _measure(held: Held, fetchers: Sequence[Fetcher], extent: Extent, seconds: f
             rows = rows_of(samples, {**params, "tokens": tokens}, "us", left[0].name)
             findings.rows += [replace(row, params={**row.params, **pages[row.name]}) for row in rows]
             left = [fetcher for fetcher in left if _may_go_on(fetcher, samples[fetcher.name], tokens, findings, held)]
-    except (Unavailable, DeadlineExceeded) as error:
+    except LEFT_OUT as error:
         findings.note(f"stopped: {group}, {held.layout.model}: {error}")
 
 
@@ -199,11 +199,24 @@ def _may_go_on(fetcher: Fetcher, samples: Sequence[float], tokens: int, findings
     return seconds <= FETCH_SECONDS_MAX
 
 
+def _settles(fetcher: Fetcher, ids: IdSets, seconds: float, findings: Findings, held: Held) -> bool:
+    """True once it has fetched for so long."""
+    until, number = time.monotonic() + seconds, 0
+    try:
+        while time.monotonic() < until:
+            _by_set(fetcher, ids, SETTLE_TOKENS)(number % ids.sets(SETTLE_TOKENS))
+            number += 1
+    except LEFT_OUT as error:
+        findings.note(f"not timed: {fetcher.name}, {held.layout.model}: {error}")
+        return False
+    return True
+
+
 def _answers(fetcher: Fetcher, ids: IdSets, tokens: int, findings: Findings, held: Held) -> bool:
     """True if its rows are right. Raises DataLoss where ours are not."""
     try:
         right = fetcher.fetches_rightly(ids, 0, tokens)
-    except Unavailable as error:
+    except LEFT_OUT as error:
         findings.note(f"not timed: {fetcher.name}, {held.layout.model}, {tokens} tokens: {error}")
         return False
     if not right:
@@ -211,14 +224,6 @@ def _answers(fetcher: Fetcher, ids: IdSets, tokens: int, findings: Findings, hel
             raise DataLoss(f"{fetcher.name}: wrong rows of {held.layout.model}, {tokens} tokens")
         findings.note(f"not timed: {fetcher.name}, {held.layout.model}, {tokens} tokens: it gives WRONG ROWS")
     return right
-
-
-def _settle(fetcher: Fetcher, ids: IdSets, place: int, seconds: float) -> None:
-    fetch = on_fresh_sets(_by_set(fetcher, ids, SETTLE_TOKENS), place, 1, ids.sets(SETTLE_TOKENS))
-    until, number = time.monotonic() + seconds, 0
-    while time.monotonic() < until:
-        fetch(number)
-        number += 1
 
 
 def _by_set(fetcher: Fetcher, ids: IdSets, tokens: int) -> Timed:

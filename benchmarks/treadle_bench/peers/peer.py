@@ -73,11 +73,11 @@ class Call:
 
     def __init__(
         self, name: str, held: Held, act: Callable[[NDArray[np.int64], NDArray[np.uint8]], object],
-        pages: str | None = None,
+        pages: str | None = None, buffer: Callable[[tuple[int, ...]], NDArray[np.uint8]] | None = None,
     ) -> None:  # fmt: skip
-        """act: returns None if the rows lie in `out`, else what holds them; pages: None: it reads the mapped table"""
+        """act: returns None if the rows lie in `out`, else what holds them; pages: None: it reads the mapped table; buffer: makes `out`"""
         self.name, self.table_rows, self.pages = name, len(held.table), held.pages if pages is None else pages
-        self._held, self._act = held, act
+        self._held, self._act, self._buffer = held, act, buffer or _plain_buffer
         self._out: NDArray[np.uint8] | None = None
 
     def microseconds(self, ids: IdSets, first: int, tokens: int) -> float:
@@ -88,7 +88,7 @@ class Call:
 
     def fetches_rightly(self, ids: IdSets, first: int, tokens: int) -> bool:
         wanted, out = ids.rows(first, tokens), self._out_of(tokens)
-        out[:] = 0
+        out[:] = 0  # so its pages are there before anything is timed
         returned = self._act(wanted, out)
         fetched = out if returned is None else np.asarray(returned)
         return fetched.tobytes() == self._held.table[wanted].tobytes()
@@ -96,8 +96,13 @@ class Call:
     def _out_of(self, tokens: int) -> NDArray[np.uint8]:
         shape = (tokens, self._held.layout.columns, self._held.layout.row.bytes)
         if self._out is None or self._out.shape != shape:
-            self._out = np.full(shape, 1, dtype=np.uint8)  # written, so that its pages are there before the first figure
+            self._out = None  # given back first: the memory that buffers are made of may not be enough for two
+            self._out = self._buffer(shape)
         return self._out
+
+
+def _plain_buffer(shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    return np.empty(shape, dtype=np.uint8)
 
 
 def pages_of(page_bytes: int) -> str:

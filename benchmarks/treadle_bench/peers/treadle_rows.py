@@ -26,7 +26,7 @@ def _peer_by(transport: Transport) -> Peer:
             def gather(ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
                 handle.gather(0, ids, out)
 
-            yield [Call(str(transport), held, gather, pages_of(handle.page_bytes()))]
+            yield [Call(str(transport), held, gather, pages_of(handle.page_bytes()), handle.buffer)]
 
     return Peer(str(transport), "a pool with that door: see its README", opened, in_process=True)
 
