@@ -66,11 +66,11 @@ class Stage:
             given_up=False,
         )  # fmt: skip
 
-    def client_spec(self, number: int, engram: str, transport: str, tokens: int) -> ServiceSpec:
+    def client_spec(self, number: int, engram: str, transport: str, tokens: int, rest_seconds: float = 0.0) -> ServiceSpec:
         """A checking client."""
         name = f"client-{number}-{transport}"
         self.clients[name] = Counters(self.folder / f"{name}.counters")
-        task = Task(engram, transport, self.seeds, self.prime_base, tokens, number, str(self.clients[name].path))
+        task = Task(engram, transport, self.seeds, self.prime_base, tokens, number, str(self.clients[name].path), rest_seconds)
         argv = (sys.executable, "-m", "treadle_loadtests.checking", task.to_json())
         return ServiceSpec(name, argv, ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS, given_up=False)
 

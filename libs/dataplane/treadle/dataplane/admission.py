@@ -195,10 +195,10 @@ def measure_copy_bandwidth() -> int:
 
 
 def refusal(verdict: Verdict, what: str, now_ns: int, deadline_ns: int) -> TreadleError:
-    """The error that a refused caller gets; `what` names the queue and its limits."""
+    """The error that a refused caller gets. what: names the queue; now_ns: when it was submitted"""
     retry_seconds = verdict.retry_after_ns / 1e9 if verdict.retry_after_ns else None
     if verdict.reason == Reason.LATE:
-        finish, left = (verdict.predicted_finish_ns - now_ns) / 1e9, (deadline_ns - now_ns) / 1e9
+        finish, left = max(0, verdict.predicted_finish_ns - now_ns) / 1e9, (deadline_ns - now_ns) / 1e9
         return DeadlineExceeded(
             f"{what}: refused at once: it would be done in {finish * 1e3:.3f} ms, its deadline is {left * 1e3:.3f} ms ahead; "
             "give it more time, ask for less, or try another owner",

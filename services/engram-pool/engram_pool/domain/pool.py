@@ -84,6 +84,7 @@ class Pool:
         """warmer: enters the pages of what is mapped; None: they are entered as they are touched"""
         self.draining = False
         self._doors: Doors = doors or NoDoors()
+        self._more_doors: list[Door] = []
         self._warmer = warmer
         self._mend: Mend | None = None
         self._store, self._compute, self._meters = store, compute, meters
@@ -270,7 +271,11 @@ class Pool:
     @property
     def doors(self) -> tuple[Door, ...]:
         """Native ways to the rows, the fastest first."""
-        return tuple(self._doors.open_doors)
+        return (*self._doors.open_doors, *self._more_doors)
+
+    def add_door(self, door: Door) -> None:
+        """Tell of a door that is not one of the native ones."""
+        self._more_doors.append(door)
 
     @property
     def watchers(self) -> int:
