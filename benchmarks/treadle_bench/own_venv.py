@@ -33,7 +33,18 @@ def interpreter_with(requirement: str, *more: str, home: Path | None = None, bes
         if not done.is_file():
             for command in (
                 [sys.executable, "-m", "venv", "--clear", str(folder)],
-                [str(python), "-m", "pip", "install", "-q", "--retries", "1", *(["--no-deps"] if beside else []), requirement, *more],
+                [
+                    str(python),
+                    "-m",
+                    "pip",
+                    "install",
+                    "-q",
+                    "--retries",
+                    "1",
+                    *(["--no-deps"] if beside else []),
+                    requirement,
+                    *more,
+                ],
             ):
                 _run(command)
             if beside:

@@ -77,9 +77,9 @@ class Settings(ServerSettings):
     scrub_bytes_per_second: int = 64 << 20
     """How fast every checksum is compared in the background, at most; 0: never. A bad chunk takes its version out of service."""
     peers: str = ""
-    """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
+    """Pools that may hold the same versions, host:port, by commas: damaged chunks are repaired from them, and from `owners`, first."""
     peer_key_file: Path | None = None
-    """File whose first line is the key that is shown to `peers`, and to no other pool that a load names; none: no key."""
+    """File whose first line is the key that is shown to `peers` and `owners`, and to no other pool that a load names; none: no key."""
     peer_tls_root_file: Path | None = None
     """PEM roots that vouch for peers; none: they are spoken to without TLS."""
     warm_bytes_per_second: int = 0
@@ -253,8 +253,9 @@ class Settings(ServerSettings):
 
     @property
     def peer_list(self) -> tuple[str, ...]:
-        """`peers`, one by one."""
-        return tuple(peer.strip() for peer in self.peers.split(",") if peer.strip())
+        """`peers`, then the other owners, one by one."""
+        others = [endpoint for name, endpoint in self.owner_endpoints.items() if name != self.owner]
+        return tuple(dict.fromkeys([*(peer.strip() for peer in self.peers.split(",") if peer.strip()), *others]))
 
     def _check_owners(self) -> None:
         endpoints = self.owner_endpoints

@@ -87,7 +87,7 @@ def model_document(model: ResidentModel) -> dict[str, Any]:
         "model": model.model.name, "version": model.version, "current": model.current, "family": str(model.model.family),
         "layers": list(model.model.layers), "row_bytes": model.model.row.bytes,
         "rows": {str(layer): table.rows for layer, table in model.model.tables}, "segment_bytes": model.segment_bytes,
-        "readers": model.readers, "loaded_at_seconds": model.loaded_at_seconds,
+        "readers": model.readers, "loaded_at_seconds": model.loaded_at_seconds, "warm_state": str(model.warm_state),
     }  # fmt: skip
 
 

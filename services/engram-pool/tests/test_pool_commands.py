@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from engram_pool.commands import app
 from engram_pool.load_turn import in_turn
+from engram_pool.settings import Settings
 from engram_pool.terminal import size_text
+from treadle.chassis.settings import WrongSetting
 from treadle.contract import (
     DataLoss,
     EngramModel,
@@ -73,6 +75,7 @@ def test_random_rows_are_loaded_listed_verified_and_removed(run: Run, manifest: 
     assert (loaded["model"], loaded["current"], loaded["bytes_per_second"] > 0) == ("ple", True, True)
     (listed,) = document(run("ls", "--json"))
     assert listed["version"] == loaded["version"]
+    assert listed["warm_state"] in ("cold", "warming", "warm")
     text = run("ls").stdout
     assert loaded["version"][:12] in text
     assert "4.5 MB" in text
@@ -361,3 +364,11 @@ def test_peers_and_owners_that_make_no_sense_are_refused_before_a_call(words: tu
     result = CliRunner().invoke(app, ["load", *words, "--pool", "127.0.0.1:9"])
     assert isinstance(result.exception, InvalidArgument)
     assert message in str(result.exception)
+
+
+def test_damaged_chunks_are_asked_of_peers_and_of_the_other_owners() -> None:
+    settings = Settings(peers="p:1, q:2", owner="b", owners="a=x:1,b=y:2,c=p:1", api_key_file=None)
+    assert settings.peer_list == ("p:1", "q:2", "x:1")
+    assert Settings().peer_list == ()
+    with pytest.raises(WrongSetting, match="peers"):
+        Settings(peers="nohost")
