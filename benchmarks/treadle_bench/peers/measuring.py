@@ -58,7 +58,7 @@ class Extent:
     run_seconds_max: float = 450.0  # then no new figure is begun
 
 
-QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000, run_seconds_max=32.0)
+QUICK = Extent(QUICK_LAYOUTS, (1, 256), 0.5, 0.25, 0.1, copied_rows=50_000, table_bytes_max=128_000_000, run_seconds_max=28.0)
 
 
 @dataclass(slots=True)

@@ -1,9 +1,9 @@
 """What every peer's script does: fetch the rows that a line names, and say how long it took. The standard library alone.
 
 A script is started with one argument, a JSON object: table, offset_bytes, rows, row_bytes (rows of a file, for those who copy them),
-columns, ids (a file of int64 row ids), folder (the script's own), and what the peer needs besides. It prints one line with the bytes'
-name when it is ready. Each line on standard input is `first count`, ids of that file; the answer is one line: microseconds, and
-the SHA-256 of the rows where the line ends in "?". It ends when standard input does.
+columns, ids (a file of int64 row ids), folder (the script's own), and what the peer needs besides. It prints `ready` when it is. A
+line on standard input is `first count`, ids of that file; the answer is one line: microseconds, and the SHA-256 of the rows where the
+line ends in "?". It ends when standard input does.
 """
 
 from __future__ import annotations
