@@ -31,22 +31,9 @@ def interpreter_with(requirement: str, *more: str, home: Path | None = None, bes
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = folder / "installed"
         if not done.is_file():
-            for command in (
-                [sys.executable, "-m", "venv", "--clear", str(folder)],
-                [
-                    str(python),
-                    "-m",
-                    "pip",
-                    "install",
-                    "-q",
-                    "--retries",
-                    "1",
-                    *(["--no-deps"] if beside else []),
-                    requirement,
-                    *more,
-                ],
-            ):
-                _run(command)
+            install = [str(python), "-m", "pip", "install", "-q", "--retries", "1"] + (["--no-deps"] if beside else [])
+            _run([sys.executable, "-m", "venv", "--clear", str(folder)])
+            _run([*install, requirement, *more])
             if beside:
                 place = next(folder.glob("lib/python*/site-packages"))
                 (place / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
