@@ -49,7 +49,9 @@ def drop_pages(descriptor: int) -> None:
 
 @pytest.mark.parametrize("threads", [1, 8])
 @pytest.mark.parametrize("count", [0, 1, 300, 9_000])
-def test_a_gather_gives_the_rows_of_the_file(file: int, table: NDArray[np.uint8], queue: DeadlineQueue, count: int, threads: int) -> None:
+def test_a_gather_gives_the_rows_of_the_file(
+    file: int, table: NDArray[np.uint8], queue: DeadlineQueue, count: int, threads: int
+) -> None:
     store = disk_rows(file, OFFSET, ROWS, ROW_BYTES, DiskReaders(threads))
     chance = np.random.default_rng(count)
     for spread in (ROWS, 50):  # far apart, and many times the same

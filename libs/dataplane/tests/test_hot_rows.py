@@ -85,7 +85,9 @@ def test_memory_is_bounded_and_what_is_read_stays(table: NDArray[np.uint8]) -> N
     with DeadlineQueue(implementation="native") as queue:
         for start in range(100, ROWS, 40):
             queue.submit_gather(store, often, out, Deadline.after(1)).wait(10)
-            queue.submit_gather(store, np.arange(start, min(start + 40, ROWS)), out[: min(40, ROWS - start)], Deadline.after(1)).wait(10)
+            queue.submit_gather(
+                store, np.arange(start, min(start + 40, ROWS)), out[: min(40, ROWS - start)], Deadline.after(1)
+            ).wait(10)
         before = hot.stats()
         queue.submit_gather(store, often, out, Deadline.after(1)).wait(10)
         after = hot.stats()
@@ -183,9 +185,21 @@ def test_readers_and_a_writer_do_not_race(tmp_path: Path, sanitizer: str) -> Non
     if compiler is None:
         pytest.skip("no C++ compiler: install g++")
     source, program = Path(__file__).with_name("hot_stress.cpp"), tmp_path / "hot_stress"
-    flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
+    flags = [
+        "-std=c++20",
+        "-O1",
+        "-g",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-fsanitize={sanitizer}",
+        "-fno-sanitize-recover=all",
+        "-pthread",
+    ]
     include = f"-I{Path(__file__).parents[2] / 'kernels' / 'include'}"
-    built = subprocess.run([compiler, *flags, include, str(source), "-o", str(program)], capture_output=True, text=True, timeout=120, check=False)
+    built = subprocess.run(
+        [compiler, *flags, include, str(source), "-o", str(program)], capture_output=True, text=True, timeout=120, check=False
+    )
     if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
         pytest.skip(f"this compiler comes without the {sanitizer} sanitizer")
     assert built.returncode == 0, built.stderr

@@ -486,7 +486,15 @@ def test_a_request_that_reaches_outside_is_invalid_and_harms_nobody(host: Host, 
 
 def test_wrong_windows_are_invalid(stranger: Stranger) -> None:
     tokens, starts, lookback = np.zeros(8, np.int64), np.array([0, 8], np.int32), np.full(2, -1, np.int64)
-    windows = {"kind": 2, "requests": 1, "columns": 2, "starts_at": 1024, "lookback_at": 2048, "dead_at": 2**64 - 1, "lookback_dead_at": 2**64 - 1}
+    windows = {
+        "kind": 2,
+        "requests": 1,
+        "columns": 2,
+        "starts_at": 1024,
+        "lookback_at": 2048,
+        "dead_at": 2**64 - 1,
+        "lookback_dead_at": 2**64 - 1,
+    }
 
     def ask() -> int:
         stranger.arena[:64] = tokens.tobytes()
@@ -538,7 +546,9 @@ def test_the_memory_cannot_be_resized(stranger: Stranger) -> None:
                 os.ftruncate(descriptor, size)
 
 
-@pytest.mark.parametrize("words", [b"", b"x", b"x" * 64, HELLO.pack(0x676E7274, 2, bytes(32), 0, 0), HELLO.pack(1, 1, bytes(32), 0, 0)])
+@pytest.mark.parametrize(
+    "words", [b"", b"x", b"x" * 64, HELLO.pack(0x676E7274, 2, bytes(32), 0, 0), HELLO.pack(1, 1, bytes(32), 0, 0)]
+)
 def test_who_greets_otherwise_is_let_go(host: Host, words: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:
         caller.settimeout(PATIENCE_SECONDS)
