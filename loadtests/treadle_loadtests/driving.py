@@ -62,7 +62,7 @@ class Driver:
         return self._table, self._ids[kind][0], self._outs[kind]
 
     def alone(self, queue: DeadlineQueue) -> tuple[Alone, ...]:
-        """What each kind takes on an idle queue: medians."""
+        """What each kind takes on an idle queue: the median, and of its pieces the mean, which is what arrivals must leave room for."""
         found = []
         for kind in range(len(self._kinds)):
             tickets = []
@@ -73,7 +73,7 @@ class Driver:
                 tickets.append(ticket)
             took = [ticket.finished_ns - ticket.submitted_ns for ticket in tickets[ALONE_TIMES // 4 :]]
             busy = [ticket.busy_ns for ticket in tickets[ALONE_TIMES // 4 :]]
-            found.append(Alone(float(np.median(took)) / 1e9, float(np.median(busy)) / 1e9))
+            found.append(Alone(float(np.median(took)) / 1e9, float(np.mean(busy)) / 1e9))
         return tuple(found)
 
     def drive(self, queue: DeadlineQueue, arrivals: Sequence[Arrival], alone: Sequence[Alone]) -> list[Seen]:

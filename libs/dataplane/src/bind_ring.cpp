@@ -180,6 +180,20 @@ CallDoor submit_gather(const ClientRef& client, const py::bytes& version, int64_
     return std::move(submit(client, version, {{layer, deadline_ns, out}}, request, in).front());
 }
 
+// A gather from check to last row. None: all rows are there; a number: the place of the first id outside the table, nothing was
+// sent; a call: what ended it says why, or that the time was over.
+py::object gather(const ClientRef& client, const py::bytes& version, int64_t layer, int64_t row_count, int64_t deadline_ns, const py::object& rows,
+                  const py::array& out) {
+    const py::array ids = borrow<int64_t>(rows, "rows");
+    const int64_t bad = kernels::first_out_of_range(static_cast<const int64_t*>(ids.data()), ids.size(), row_count);
+    if (bad >= 0) return py::int_(bad);
+    CallDoor door = submit_gather(client, version, layer, deadline_ns, rows, out);
+    const double seconds = static_cast<double>(std::max<int64_t>(0, deadline_ns - now_ns())) / 1e9;
+    if (door.wait(seconds)) return py::none();
+    if (!door.ended()) door.cancel();
+    return py::cast(std::move(door));
+}
+
 void bind_client(py::module_& module) {
     py::class_<CallDoor>(module, "RingCall")
         .def_property_readonly("submitted_ns", [](const CallDoor& door) { return door.call->submitted_ns; })
@@ -211,6 +225,7 @@ void bind_client(py::module_& module) {
         .def("buffer", &buffer_of)
         .def("submit_lookup", &submit_lookup)
         .def("submit_gather", &submit_gather)
+        .def("gather", &gather)
         .def("close", &Client::close, py::call_guard<py::gil_scoped_release>());
 }
 

@@ -8,6 +8,7 @@
 
 #include "engine.hpp"
 #include "remote_client.hpp"
+#include "remote_rows.hpp"
 #include "socket_server.hpp"
 
 namespace treadle::dataplane {
@@ -308,6 +309,15 @@ Tickets submit_gather(const ClientDoorRef& door, int32_t number, const py::objec
     return start(door, call, std::move(shares), ids.size() == 0);
 }
 
+// The client's own; it stays open as long as the store is used.
+RowStoreRef store_of(const ClientDoorRef& door, int32_t number, int64_t give_up_ns) {
+    const RemoteVersion& version = *door->client->version();
+    const int place = version.position(number);
+    if (place < 0) throw py::value_error("layers: no such layer");
+    const RemoteLayer& layer = version.layers[static_cast<size_t>(place)];
+    return std::make_shared<RemoteTable>(door->client, number, layer.row_count, layer.row_bytes, give_up_ns);
+}
+
 py::dict hub_stats(const HubDoor& door) {
     const RemoteCounters& now = door.hub->counters;
     py::dict counters;
@@ -356,6 +366,7 @@ void bind_socket(py::module_& module) {
         .def("set_routes", &set_routes)
         .def("submit_lookup", &submit_lookup)
         .def("submit_gather", &submit_gather)
+        .def("store", &store_of)
         .def("close", &ClientDoor::close);
 }
 

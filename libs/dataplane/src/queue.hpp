@@ -84,13 +84,13 @@ public:
         return claim_and_wake(lock);
     }
 
-    // The next piece, for a thread that has something else to do where there is none.
-    std::optional<Claim> try_claim() {
+    // The next piece, for a thread that has something else to do where there is none. `slowest`: the tier that it may wait for.
+    std::optional<Claim> try_claim(Tier slowest = Tier::remote) {
         std::unique_lock lock(mutex_);
         if (order_.empty()) return std::nullopt;
         const int64_t now = now_ns();
-        if (admission_.bandwidth.free_at_ns(now) <= now) return claim_and_wake(lock);
-        work_.notify_one();  // somebody who may sleep until the reserve lets it
+        if ((*order_.begin())->job.tier <= slowest && admission_.bandwidth.free_at_ns(now) <= now) return claim_and_wake(lock);
+        work_.notify_one();  // somebody who may sleep
         return std::nullopt;
     }
 

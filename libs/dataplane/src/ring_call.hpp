@@ -77,8 +77,7 @@ public:
             if (!ended()) {
                 client_->notify(slot_, event_fd_);
             } else {
-                const uint64_t one = 1;
-                [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);
+                signal();
             }
         }
         return event_fd_;
@@ -98,10 +97,18 @@ private:
         answer_.rows_done = std::clamp<int64_t>(answer_.rows_done, 0, row_count_);
         if (target_.copy_to != nullptr)
             std::memcpy(target_.copy_to, target_.block->data(), static_cast<size_t>(answer_.rows_done * row_bytes_));
-        if (event_fd_ >= 0) client_->forget_notify(slot_);
+        if (event_fd_ >= 0) {  // the notice may be on its way still: whoever watches must not depend on it
+            client_->forget_notify(slot_);
+            signal();
+        }
         client_->give_slot(std::exchange(slot_, -1));
         in_.reset();
         target_.block.reset();
+    }
+
+    void signal() noexcept {
+        const uint64_t one = 1;
+        [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);
     }
 
     const std::shared_ptr<Client> client_;

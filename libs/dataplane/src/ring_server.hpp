@@ -145,9 +145,9 @@ private:
         leave();
     }
 
-    // One piece, if there is one: a wake-up of another thread would take as long as a small request itself.
+    // One piece, if there is one in memory: a wake-up of another thread would take as long as a small request itself.
     bool work() noexcept {
-        const auto claim = queue_.try_claim();
+        const auto claim = queue_.try_claim(Tier::memory);
         if (!claim) return false;
         const int64_t start = now_ns();
         const Fault fault = claim->ticket->job.run(claim->first, claim->last);

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from treadle.contract import DataLoss, Deadline, InvalidArgument, ResourceExhausted, RowOutOfRange
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue
-from treadle.dataplane.hot_rows import HotCaches, HotRows, HotRowsReader
 from treadle.dataplane.extension import native_module
+from treadle.dataplane.hot_rows import HotCaches, HotRows, HotRowsReader
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: a C++20 compiler makes it")
 
@@ -46,7 +46,8 @@ def test_what_was_put_in_is_found(row_bytes: int) -> None:
     here = np.ones(rows.size, np.bool_)
     here[misses] = False
     np.testing.assert_array_equal(out[here], data[here])
-    assert misses.size < rows.size // 100 and hot.stats()["inserted_total"] == 2_000
+    assert misses.size < rows.size // 100
+    assert hot.stats()["inserted_total"] == 2_000
     assert found(hot, VERSION, 2, rows + 100_000)[0].size == rows.size
 
 
@@ -64,22 +65,26 @@ def test_a_retired_version_is_found_no_more_and_its_places_are_free(table: NDArr
     hot.insert(VERSION, 2, rows, table[:1_000])
     reader = HotRowsReader(hot.descriptor)
     place = reader.table(VERSION, 2)
-    assert place is not None and reader.serves(place)
+    assert place is not None
+    assert reader.serves(place)
     hot.retire(VERSION, 2)
-    assert not reader.serves(place) and reader.table(VERSION, 2) is None
+    assert not reader.serves(place)
+    assert reader.table(VERSION, 2) is None
     assert reader.probe(place, rows, np.empty((1_000, ROW_BYTES), np.uint8)).size == 1_000
     evicted = hot.stats()["evicted_total"]
     hot.insert(OTHER, 2, rows, table[:1_000])
     assert hot.stats()["evicted_total"] == evicted
     hot.insert(VERSION, 2, rows, table[1_000:2_000])  # back with other rows: a tag of its own
     misses, out = found(hot, VERSION, 2, rows)
-    assert 0 in set(range(1_000)) - set(misses.tolist()) and (out[0] == table[1_000]).all()
+    assert 0 in set(range(1_000)) - set(misses.tolist())
+    assert (out[0] == table[1_000]).all()
 
 
 def test_memory_is_bounded_and_what_is_read_stays(table: NDArray[np.uint8]) -> None:
     hot = HotRows(ROW_BYTES, 1 << 16)
     stats = hot.stats()
-    assert stats["bytes"] <= 1 << 16 and os.fstat(hot.descriptor).st_size == stats["bytes"]
+    assert stats["bytes"] <= 1 << 16
+    assert os.fstat(hot.descriptor).st_size == stats["bytes"]
     store = hot.behind(VERSION, 0, native_module().memory_rows(table, None))
     often, out = np.arange(40), np.empty((40, ROW_BYTES), np.uint8)
     with DeadlineQueue(implementation="native") as queue:
@@ -136,12 +141,14 @@ def test_no_reader_of_another_process_sees_a_torn_row(table: NDArray[np.uint8]) 
     process = subprocess.Popen(
         [sys.executable, "-c", CROWD, str(hot.descriptor)], pass_fds=[hot.descriptor], stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None and process.stdout.readline() == "in\n"
+    assert process.stdout is not None
+    assert process.stdout.readline() == "in\n"
     while process.poll() is None:
         ids = chance.integers(0, 3_000, 500)
         hot.insert(VERSION, 0, ids, (ids[:, None] * 1_000 + np.arange(40)).view(np.uint8))
     process.stdout.close()
-    assert process.returncode == 0 and hot.stats()["evicted_total"] > 0
+    assert process.returncode == 0
+    assert hot.stats()["evicted_total"] > 0
 
 
 def test_who_is_handed_the_memory_can_only_read_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import select
@@ -132,7 +133,8 @@ def test_a_lookup_gives_what_hash_and_gather_give(host: Host, tokens: int, fabri
         calls = client.submit_lookup(bytes.fromhex(VERSION), windows, {LAYER: out}, {LAYER: soon()})
         assert calls[LAYER].wait(PATIENCE_SECONDS / 2)
         np.testing.assert_array_equal(out, expected)
-        assert calls[LAYER].done and calls[LAYER].finished_ns >= calls[LAYER].submitted_ns
+        assert calls[LAYER].done
+        assert calls[LAYER].finished_ns >= calls[LAYER].submitted_ns
 
 
 def test_a_view_of_a_buffer_is_a_buffer(host: Host) -> None:
@@ -142,7 +144,8 @@ def test_a_view_of_a_buffer_is_a_buffer(host: Host) -> None:
         whole[:] = 7
         gather(client, ids, whole[100:200])
         np.testing.assert_array_equal(whole[100:200], host.table[:100])
-        assert (whole[:100] == 7).all() and (whole[200:] == 7).all()
+        assert (whole[:100] == 7).all()
+        assert (whole[200:] == 7).all()
 
 
 def test_buffers_are_given_back_with_their_last_array(host: Host) -> None:
@@ -162,7 +165,8 @@ def test_a_ticket_is_readable_for_an_event_loop_once_it_has_ended(host: Host) ->
         for _ in range(20):
             call = client.submit_gather(bytes.fromhex(VERSION), LAYER, np.arange(4), out, soon())
             readable, _, _ = select.select([call.fileno()], [], [], PATIENCE_SECONDS)
-            assert readable and call.done
+            assert readable
+            assert call.done
             call.close()
 
 
@@ -251,7 +255,8 @@ def test_a_cancelled_call_says_which_rows_are_there(host: Host) -> None:
             call = client.submit_gather(bytes.fromhex(VERSION), LAYER, ids, out, soon())
             came = call.cancel()
             np.testing.assert_array_equal(out[came], host.table[ids[came]])
-            assert not out[~came].any() and call.done
+            assert not out[~came].any()
+            assert call.done
             assert came.all() or not call.wait(0)
             del out
 
@@ -325,8 +330,10 @@ def test_a_killed_client_leaves_nothing_behind(host: Host) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", A_CLIENT_THAT_STAYS, host.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None and process.stdin is not None
-    assert process.stdout.readline() == "in\n" and host.server.stats()["clients"] == 1
+    assert process.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout.readline() == "in\n"
+    assert host.server.stats()["clients"] == 1
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -358,7 +365,9 @@ def test_a_killed_server_ends_every_wait_as_unavailable_and_another_takes_its_pl
     table = np.random.default_rng(0).integers(0, 256, (ROWS, ROW_BYTES), dtype=np.uint8)
     for _ in range(2):
         process = subprocess.Popen([sys.executable, "-c", A_SERVER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdin is not None and process.stdout.readline() == "ready\n"
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "ready\n"
         with RingClient(path) as client:
             out = client.buffer((10, ROW_BYTES))
             gather(client, np.arange(10), out)
@@ -366,12 +375,14 @@ def test_a_killed_server_ends_every_wait_as_unavailable_and_another_takes_its_pl
             stat = Path(f"/proc/{process.pid}/stat")
             until(lambda s=stat: s.read_text().rpartition(")")[2].split()[0] == "T", "the server stands")  # type: ignore[misc]
             call = client.submit_gather(bytes.fromhex(VERSION), LAYER, np.arange(10, 20), out, soon())
-            assert not call.wait(0.05) and not call.done
+            assert not call.wait(0.05)
+            assert not call.done
             waits = [call.fileno()]
             os.kill(process.pid, signal.SIGKILL)
             with pytest.raises(Unavailable):
                 call.wait(PATIENCE_SECONDS / 2)
-            assert select.select(waits, [], [], PATIENCE_SECONDS)[0] and not call.cancel().any()
+            assert select.select(waits, [], [], PATIENCE_SECONDS)[0]
+            assert not call.cancel().any()
             until(lambda c=client: c.lost, "the client knows")  # type: ignore[misc]
             np.testing.assert_array_equal(out, table[:10])  # the buffer outlives the pool
             with pytest.raises(Unavailable, match="connect again"):
@@ -387,10 +398,8 @@ def test_a_server_that_closes_ends_what_is_in_flight(host: Host) -> None:
         calls = [client.submit_gather(bytes.fromhex(VERSION), LAYER, np.arange(ROWS), out, soon()) for _ in range(2)]
         host.server.close()
         for call in calls:
-            try:
+            with contextlib.suppress(Unavailable):
                 assert call.wait(PATIENCE_SECONDS / 2)
-            except Unavailable:
-                pass
             assert call.done
         assert not Path(host.path).exists()
         with pytest.raises(Unavailable):

@@ -1,4 +1,4 @@
-"""`treadle pool`: load, list, promote, verify and remove tables of a running pool.
+"""`treadle pool`: load, list, promote, verify, remove, push and pull tables of a running pool.
 
 Owns words, tables and progress bars; the work is the pool's, reached through the SDK. Errors are TreadleError: the `treadle`
 command prints them and exits with 1.
@@ -28,6 +28,7 @@ from engram_pool.terminal import (
     print_line,
     print_loaded,
     print_promoted,
+    print_pushed,
     print_table,
     progress_bar,
     size_text,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from treadle.client import Fabric
     from treadle.client.engram.pool_types import ResidentModel
 
-app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify and remove tables of a running pool.")
+app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify, remove, push and pull tables of a running pool.")
 
 Pool = Annotated[str, typer.Option("--pool", envvar="TREADLE_POOL", help="Address of the pool, host:port.")]
 KeyFile = Annotated[
@@ -48,6 +49,9 @@ KeyFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Name = Annotated[str, typer.Argument(help="Name of the model.")]
 Version = Annotated[str, typer.Argument(help="Version, or its first digits; none: the current one.")]
+StoredName = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Name of the model, and version.")]
+Store = Annotated[str, typer.Option("--store", envvar="TREADLE_STORE", help="Master of the Mooncake Store, host:port.")]
+StoreProtocol = Annotated[str, typer.Option("--protocol", help="What the bytes move by: tcp or rdma.")]
 DEFAULT_POOL = "127.0.0.1:7401"
 
 
@@ -225,6 +229,38 @@ def list_owners(
 
 
 @app.command()
+def push(
+    name: StoredName, store: Store, replicas: Annotated[int, typer.Option(min=1, help="Store nodes that keep each object.")] = 2,
+    part_mib: Annotated[int, typer.Option(min=64, max=1024, help="Size of an object, MiB; a multiple of 4.")] = 64,
+    replace: Annotated[bool, typer.Option("--replace", help="Remove objects that are there already.")] = False,
+    protocol: StoreProtocol = "tcp", pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Push a version of this host's pool into a Mooncake Store, pinned, and read all of it back. Needs Mooncake here."""
+    from treadle.client.engram.mooncake_push import PushOptions
+
+    begun, (model, digits) = time.monotonic(), _name_and_digits(name)
+    options = PushOptions(replicas, part_mib << 20, replace)
+    with _fabric(pool, api_key_file) as fabric, progress_bar("pushing") as report:
+        full = _full_version(fabric, model, digits)
+        pushed = fabric.engram.push_store(store, model, full, options=options, protocol=protocol, progress=report)
+    print_pushed(pushed, store, time.monotonic() - begun, as_json)
+
+
+@app.command()
+def pull(
+    name: StoredName, store: Store, protocol: StoreProtocol = "tcp",
+    keep_previous: Annotated[bool, typer.Option(help="Keep the version that is current now.")] = True,
+    pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Have the pool load a version from a Mooncake Store, checksums and version compared; without a version, what was pushed last."""
+    model, version = _name_and_digits(name)
+    with _fabric(pool, api_key_file) as fabric, progress_bar("pulling") as report:
+        ask = partial(fabric.engram.load_store, store, model, version or None, protocol=protocol)
+        loaded, seconds = in_turn(partial(ask, keep_previous=keep_previous, progress=report))
+    print_loaded(loaded, seconds, as_json)
+
+
+@app.command()
 def reserve(
     name: Annotated[str, typer.Argument(help="Who asks; the same name again replaces the reserve.")],
     rate: Annotated[str, typer.Argument(help="Bandwidth to keep free: bytes a second, or with K, M, G; 0 gives it back.")],
@@ -265,6 +301,14 @@ def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Jso
         print_table(columns, [tenant_line(tenant) for tenant in now.tenants], empty="")
     if now.draining:
         raise typer.Exit(1)
+
+
+def _name_and_digits(text: str) -> tuple[str, str]:
+    """NAME or NAME@VERSION as its parts. Raises InvalidArgument."""
+    name, at, digits = text.partition("@")
+    if not name or (at and not digits):
+        raise InvalidArgument(f"NAME or NAME@VERSION, got {text!r}")
+    return name, digits
 
 
 def _full_version(fabric: Fabric, name: str, digits: str) -> str:

@@ -12,6 +12,7 @@ from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
 
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
+RING_NAME = "ring"
 
 
 class Storage(StrEnum):
@@ -19,6 +20,21 @@ class Storage(StrEnum):
 
     SHM = "shm"
     DAX = "dax"
+
+
+class Tier(StrEnum):
+    """Where rows are read."""
+
+    AUTO = "auto"
+    MEMORY = "memory"
+    DISK = "disk"
+
+
+class MooncakeProtocol(StrEnum):
+    """What Mooncake moves rows by."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class VerifyOnStart(StrEnum):
@@ -63,7 +79,7 @@ class Settings(ServerSettings):
     peers: str = ""
     """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
     peer_key_file: Path | None = None
-    """File whose first line is the key that is shown to peers, for repairs and loads; none: no key."""
+    """File whose first line is the key that is shown to `peers`, and to no other pool that a load names; none: no key."""
     peer_tls_root_file: Path | None = None
     """PEM roots that vouch for peers; none: they are spoken to without TLS."""
     warm_bytes_per_second: int = 0
@@ -100,11 +116,35 @@ class Settings(ServerSettings):
     """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
     tenants_file: Path | None = None
     """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
+    ring_listen: str = "auto"
+    """Shared-memory ring for processes of this host: unix:PATH; auto: a Unix socket in segment_dir; off: none."""
+    ring_users: str = ""
+    """Numeric ids of users that may use the ring beside our own and root, separated by commas; with keys, whoever shows one may."""
+    ring_clients_max: int = 64
+    """Most processes at the ring; more are refused."""
+    ring_arena_bytes_max: int = 64 << 20
+    """Most memory that one client of the ring shares with us; its pages are taken as they are touched."""
+    tier: Tier = Tier.AUTO
+    """memory: rows are gathered from mapped segments; disk: read by position, pages stay evictable; auto: as segment_dir lies."""
+    disk_threads: int = 8
+    """Threads that wait for the disk, in the tier disk."""
+    hot_rows_bytes: int = 0
+    """Most memory of hot rows before the disk, shared with the ring's clients, for each size of rows; 0: none."""
+    upstream: str = ""
+    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
     """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
+    mooncake_listen: str = ""
+    """Address of the mooncake door, host:port, the host one by which clients reach this machine; empty: no such door."""
+    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    """tcp or rdma."""
+    mooncake_slots: int = 16
+    """Slots of 4 MiB into which rows are gathered for Mooncake to read; when all are lent, callers are told to try again."""
+    mooncake_direct: bool = True
+    """Register whole tables, so that a few rows are read without asking; over rdma that pins them: needs ulimit -l unlimited."""
     owner: str = "pool"
     """Name of this pool among the owners of a fabric, as in placements."""
     owners: str = ""
@@ -117,6 +157,23 @@ class Settings(ServerSettings):
     """Most WatchOwners calls at once: every handle of a client that asks several owners has one."""
     leave_seconds_max: float = 5.0
     """Among other owners, how long a pool that stops answers on while clients move away."""
+
+    @property
+    def ring_path(self) -> str | None:
+        """Path of the ring's socket; None: there is no ring."""
+        if self.ring_listen == "off":
+            return None
+        return str(self.segment_dir / RING_NAME) if self.ring_listen == "auto" else self.ring_listen.removeprefix("unix:")
+
+    @property
+    def upstream_list(self) -> tuple[str, ...]:
+        """`upstream`, one by one."""
+        return tuple(address.strip() for address in self.upstream.split(",") if address.strip())
+
+    @property
+    def ring_user_ids(self) -> tuple[int, ...]:
+        """`ring_users`, one by one."""
+        return tuple(int(user) for user in self.ring_users.split(",") if user.strip())
 
     @property
     def socket_addresses(self) -> tuple[str, ...]:
@@ -138,6 +195,10 @@ class Settings(ServerSettings):
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
+        if not 1 <= self.mooncake_slots <= 1024:
+            raise WrongSetting(f"mooncake_slots is 1 to 1024, got {self.mooncake_slots}")
+        if self.mooncake_listen:
+            self._check_mooncake_listen()
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
         if not 0 <= self.versions_kept_max <= 64:
@@ -165,6 +226,7 @@ class Settings(ServerSettings):
                 )
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
+        self._check_ring_and_tier()
         if not 0 <= self.reap_grace_seconds <= 3600:
             raise WrongSetting(f"reap_grace_seconds is 0 to 3600, got {self.reap_grace_seconds}")
         if not 0 < self.gather_seconds_max <= 3600 or not 0.01 <= self.reap_interval_seconds <= 3600:
@@ -172,6 +234,22 @@ class Settings(ServerSettings):
         if self.owner_watchers_max < 1 or not 0 <= self.leave_seconds_max <= 3600:
             raise WrongSetting("owner_watchers_max is >= 1, leave_seconds_max 0 to 3600")
         self._check_owners()
+
+    def _check_ring_and_tier(self) -> None:
+        if self.ring_listen not in ("auto", "off") and not self.ring_listen.startswith("unix:/"):
+            raise WrongSetting(f"ring_listen: auto, off or unix:/PATH, got {self.ring_listen!r}")
+        if not all(user.strip().isdecimal() for user in self.ring_users.split(",") if user.strip()):
+            raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
+        if not all(":" in address for address in self.upstream_list):
+            raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
+        if (
+            not 1 <= self.ring_clients_max <= 4096
+            or not 1 << 16 <= self.ring_arena_bytes_max <= 1 << 34
+            or self.ring_arena_bytes_max % 4096
+        ):
+            raise WrongSetting("ring_clients_max is 1 to 4096, ring_arena_bytes_max a multiple of 4096 from 64 KiB to 16 GiB")
+        if not 1 <= self.disk_threads <= 256 or not (self.hot_rows_bytes == 0 or 1 << 16 <= self.hot_rows_bytes <= 1 << 44):
+            raise WrongSetting("disk_threads is 1 to 256, hot_rows_bytes 0 or at least 64 KiB")
 
     @property
     def peer_list(self) -> tuple[str, ...]:
@@ -190,3 +268,10 @@ class Settings(ServerSettings):
             raise WrongSetting("owners and redis_url: the directory is a list or in Redis; give one of them")
         if self.advertise:
             split_address(self.advertise)
+
+    def _check_mooncake_listen(self) -> None:
+        host, _ = split_address(self.mooncake_listen)
+        if host in ("0.0.0.0", "[::]", "::"):
+            raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
+        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
+            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")

@@ -119,6 +119,11 @@ class HotCaches:
                 self._caches[row_bytes] = HotRows(row_bytes, self.bytes_max)
             return self._caches[row_bytes]
 
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the caches that there are."""
+        return [cache.descriptor for cache in list(self._caches.values())]
+
     def retire(self, version: str, layer: int) -> None:
         """`HotRows.retire` wherever the table is."""
         for cache in list(self._caches.values()):

@@ -213,6 +213,14 @@ class RemoteRows:
             raise _refusal(tickets)
         return RemoteTicket(tickets[0], deadline)
 
+    def store(self, layer: int, give_up_seconds: float) -> Any:
+        """A native store of one table's rows: each of its gathers asks the owners and waits, `give_up_seconds` at most.
+
+        For a process that serves rows which others hold. Usable until `close`.
+        """
+        self._layer(layer)
+        return self._native.store(layer, round(give_up_seconds * 1e9))
+
     def close(self) -> None:
         """End what is in flight as cancelled. Nobody writes to a buffer afterwards. A second call does nothing."""
         self._closing()

@@ -7,7 +7,6 @@ map the tables. Who may connect is for the server: its own user, root, users it 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -16,13 +15,14 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, TreadleError, Unavailable, Windows
+from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, ResourceExhausted, TreadleError, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.dataplane import admission as rule
 from treadle.dataplane.extension import native_module
 from treadle.dataplane.faults import Fault, error_of
 from treadle.dataplane.queue import DeadlineQueue
 from treadle.dataplane.versions import Versions
+from treadle.kernels.arguments import row_out_of_range
 
 SLOTS = 64  # requests in flight of one client, one for each layer; the same number stands in ring.hpp
 CLIENTS_MAX = 4096
@@ -145,9 +145,9 @@ class RingCall:
     def _error(self) -> TreadleError:
         what = f"ring {self._client.path}"
         predicted_ns, retry_ns, reason = self._native.refusal()
-        if self._native.fault == Fault.REFUSED and reason:
-            verdict = rule.Verdict(Fault.REFUSED, predicted_ns, retry_ns, reason)
-            return rule.refusal(verdict, what, time.monotonic_ns(), self.deadline.at_ns)
+        if self._native.fault in (Fault.REFUSED, Fault.LATE) and reason:
+            verdict = rule.Verdict(self._native.fault, predicted_ns, retry_ns, reason)
+            return rule.refusal(verdict, what, self.submitted_ns, self.deadline.at_ns)
         return error_of(self._native.fault, what)
 
 
@@ -168,7 +168,8 @@ class RingClient:
         except OSError as error:
             raise Unavailable(f"ring {path}: {error.strerror}; does the pool run, and may this user reach the path?") from error
         except RingRefused as refused:
-            raise _refusal(path, *refused.args, arena_bytes) from refused
+            fault, arena_bytes_max = refused.args
+            raise _refusal(path, fault, arena_bytes_max, arena_bytes) from refused
         self._closing = weakref.finalize(self, _close_in, self._process_id, self._native)
 
     @property
@@ -202,6 +203,24 @@ class RingClient:
         except OSError as error:
             raise self._no_room(size) from error
         return flat.reshape(shape)
+
+    def gather(self, version: bytes, layer: int, row_count: int, rows: NDArray[np.int64], out: Rows, deadline: Deadline) -> None:
+        """Gather by id, now; rows and out as in `submit_gather`, of a table of `row_count` rows.
+
+        Raises RowOutOfRange with `out` untouched, DeadlineExceeded, and what `submit_gather` and `RingCall.wait` raise.
+        """
+        self._check_process()
+        try:
+            ended = self._native.gather(version, layer, row_count, deadline.at_ns, rows, out)
+        except OSError as error:
+            raise self._submission_error(error, out.nbytes + rows.nbytes) from error
+        if ended is None:
+            return
+        if isinstance(ended, int):
+            raise row_out_of_range(rows, ended, row_count)
+        call = RingCall(self, ended, deadline, rows.size)
+        if not call.wait(0):  # raises what the pool said
+            raise DeadlineExceeded(f"ring {self.path}: the time was over before all rows were there")
 
     def submit_gather(self, version: bytes, layer: int, rows: NDArray[np.int64], out: Rows, deadline: Deadline) -> RingCall:
         """Start a gather. rows: [...] int64, copied; out: [..., row_bytes] uint8, C-contiguous, in the arena or anywhere.

@@ -63,7 +63,6 @@ def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
     """None: a page could not be read."""
 
 def flush(data: NDArray[np.uint8]) -> int: ...
-
 def unique_rows(rows: NDArray[np.int64], unique: NDArray[np.int64], inverse: NDArray[np.int32]) -> int:
     """U: how much of `unique` [n] was written. Raises MemoryError."""
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from engram_pool.adapters.device_orphans import make_folders
 from engram_pool.adapters.host_memory import file_system_type
-from engram_pool.adapters.segment_places import FilePlaces, SegmentPlaces, place_name
+from engram_pool.adapters.segment_places import FilePlaces, SegmentPlaces
 from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
-    COMMIT_MARKER,
     FOLDER_MODE,
     LOCK_NAME,
     RETIRED_NAME,
@@ -99,7 +99,7 @@ class SegmentFolder:
         A version that cannot be read, which says nothing about its bytes, is left as it is: the next start tries again.
         """
         self._sweep()
-        self._make_folders_for_orphans()
+        make_folders(self.folder, self._places, LOADING)
         versions, corrupt, current, before = [], [], {}, {}
         for path in self._version_folders():
             try:
@@ -238,25 +238,6 @@ class SegmentFolder:
                     self._remove_unless_read(path)
                 except OSError as error:
                     log.error("leftover stays", extra={"path": str(path), "reason": str(error)})
-
-    def _make_folders_for_orphans(self) -> None:
-        """Versions that lie on a device and have no folder here: it was lost, or another host loaded them."""
-        folders = [path.parent for path in self.folder.rglob(place_name("*"))]
-        for name, version, places in self._places.orphans(folders):
-            staged = self.folder / (LOADING + secrets.token_hex(8))
-            staged.mkdir(FOLDER_MODE)
-            try:
-                model = self._places.adopt(staged, places)
-                if (model.name, model.version) != (check_name(name), version):
-                    raise DataLoss(f"the device says {name} {version}, its segment {model.name} {model.version}")
-                write_small(staged / LOCK_NAME, b"")
-                write_small(staged / COMMIT_MARKER, model.to_json())
-                (self.folder / name).mkdir(FOLDER_MODE, exist_ok=True)
-                staged.rename(self.folder / name / version)
-                log.info("version found on the device", extra={"model": name, "version": version})
-            except (TreadleError, OSError) as error:
-                log.error("version on the device left as it is", extra={"model": name, "version": version, "reason": str(error)})
-                shutil.rmtree(staged, ignore_errors=True)
 
     def _remove_unless_read(self, path: Path) -> bool:
         try:

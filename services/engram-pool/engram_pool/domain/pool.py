@@ -84,6 +84,7 @@ class Pool:
         """warmer: enters the pages of what is mapped; None: they are entered as they are touched"""
         self.draining = False
         self._doors: Doors = doors or NoDoors()
+        self._more_doors: list[Door] = []
         self._warmer = warmer
         self._mend: Mend | None = None
         self._store, self._compute, self._meters = store, compute, meters
@@ -270,7 +271,11 @@ class Pool:
     @property
     def doors(self) -> tuple[Door, ...]:
         """Native ways to the rows, the fastest first."""
-        return tuple(self._doors.open_doors)
+        return (*self._doors.open_doors, *self._more_doors)
+
+    def add_door(self, door: Door) -> None:
+        """Tell of a door that is not one of the native ones."""
+        self._more_doors.append(door)
 
     @property
     def watchers(self) -> int:
@@ -406,6 +411,7 @@ class Pool:
         if resident is not None and resident.stored.held != held:
             log.info("version put in place anew, with other rows", extra={"model": model.name, "version": model.version})
             self._doors.withdraw(resident.stored)
+            resident.closing = True  # calls that read it go on; none begins
             await self._compute.run(self._store.supersede, resident.stored)
             self._catalogue.drop(resident)
             self._unmapping.append(resident)
@@ -460,6 +466,7 @@ class Pool:
             await self._release(resident)
 
     async def _release(self, resident: Resident) -> None:
+        resident.closing = True
         if resident.warmth is not None:
             resident.warmth.drop()
         await self._compute.run(self._store.release, resident.stored)

@@ -38,7 +38,8 @@ class RingSource:
 
     def __init__(self, endpoint: Endpoint, model: EngramModel, version: str, path: str, *, arena_bytes: int = 0) -> None:
         self.transport = Transport.RING
-        self._model, self._digest, self._version = model, bytes.fromhex(version), version
+        self._row_bytes, self._digest, self._version = model.row.bytes, bytes.fromhex(version), version
+        self._row_counts = {layer: model.table(layer).rows for layer in model.layers}
         self._path, self._token, self._arena_bytes = path, token_digest(endpoint.key), arena_bytes
         self._timeout_seconds, self._lock = endpoint.timeout_seconds, threading.Lock()
         self._hold = Hold(endpoint, model.name, version)
@@ -56,12 +57,10 @@ class RingSource:
 
     def gather(self, layer: int, rows: NDArray[np.int64], out: Rows) -> None:
         """See RowSource."""
-        bad = (rows < 0) | (rows >= self._model.table(layer).rows)
-        if bad.any():  # before anything is sent: `out` is then untouched
-            raise row_out_of_range(rows, int(np.argmax(bad)), self._model.table(layer).rows)
         client, until = self._connected(), Deadline.after(self._timeout_seconds)
-        if not self._gather_hot(client, layer, np.ascontiguousarray(rows), out, until):
-            _whole(client.submit_gather(self._digest, layer, np.ascontiguousarray(rows), out, until), until)
+        row_count, ids = self._row_counts[layer], np.ascontiguousarray(rows)
+        if self._hot is None or not self._gather_hot(self._hot, client, layer, ids, out, until):
+            client.gather(self._digest, layer, row_count, ids, out, until)
 
     def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
         """See RowSource."""
@@ -111,18 +110,23 @@ class RingSource:
     def _connect(self) -> tuple[RingClient, HotRowsReader | None]:
         client = RingClient(self._path, token=self._token, arena_bytes=self._arena_bytes, seconds=self._timeout_seconds)
         caches = [HotRowsReader(descriptor) for descriptor in client.hot_rows]
-        return client, next((cache for cache in caches if cache.row_bytes == self._model.row.bytes), None)
+        return client, next((cache for cache in caches if cache.row_bytes == self._row_bytes), None)
 
-    def _gather_hot(self, client: RingClient, layer: int, rows: NDArray[np.int64], out: Rows, until: Deadline) -> bool:
+    def _gather_hot(
+        self, hot: HotRowsReader, client: RingClient, layer: int, rows: NDArray[np.int64], out: Rows, until: Deadline
+    ) -> bool:
         """Take what is hot from the host's cache and ask for the rest; False, and nothing done, where it has nothing of this table."""
-        table = None if self._hot is None else self._hot.table(self._version, layer)
-        if self._hot is None or table is None:
+        table, row_count = hot.table(self._version, layer), self._row_counts[layer]
+        if table is None:
             return False
+        bad = (rows < 0) | (rows >= row_count)
+        if bad.any():  # before anything is written
+            raise row_out_of_range(rows, int(np.argmax(bad)), row_count)
         flat, target = rows.reshape(-1), out.reshape(-1, out.shape[-1])
-        misses = self._hot.probe(table, flat, target)
+        misses = hot.probe(table, flat, target)
         if misses.size:
             rest = np.empty((misses.size, target.shape[1]), np.uint8)
-            _whole(client.submit_gather(self._digest, layer, flat[misses], rest, until), until)
+            client.gather(self._digest, layer, row_count, flat[misses], rest, until)
             target[misses] = rest
         return True
 

@@ -18,10 +18,20 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.client.engram.hints import StartHint, start_hints
+from treadle.client.engram.hints import hint_pieces
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
-from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
+from treadle.contract import (
+    DataLoss,
+    Deadline,
+    EngramModel,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Transport,
+    TreadleError,
+    Windows,
+)
 from treadle.contract.warm_state import WarmState
 from treadle.dataplane import WORKERS_MAX, DeadlineQueue, Ticket
 from treadle.dataplane.warming import PageWarmer, Warming
@@ -122,21 +132,17 @@ class TableSource:
         """See TakesHints."""
         if not self.wants_hints:
             return 0
-        own: DeadlineQueue = self._tickets.queue if queue is None else queue
-        tickets: list[Ticket] = []
-
-        def started(layer: int) -> StartHint:
-            def start(piece: Windows, out: Rows) -> Ticket:
-                ticket = own.submit_lookup(self._plans[layer], self._tables[layer], piece, out, Deadline.never())
-                tickets.append(ticket)
-                return ticket
-
-            return start
-
-        plan = next(iter(self._plans.values()))
-        row_bytes = next(iter(self._tables.values())).shape[1]
-        taken = start_hints(windows, plan.columns, row_bytes, [started(layer) for layer in self._tables])
-        self._tickets.remember(tickets)
+        never, taken = dict.fromkeys(self._tables, Deadline.never()), 0
+        for piece in hint_pieces(windows):
+            outs = {
+                layer: np.empty((piece.token_count, self._plans[layer].columns, table.shape[1]), dtype=np.uint8)
+                for layer, table in self._tables.items()
+            }
+            try:
+                self.submit(piece, outs, never, queue)
+            except ResourceExhausted:  # a hint may be left: the lookup itself comes in any case
+                break
+            taken += piece.token_count
         return taken
 
     @property
@@ -195,7 +201,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     DataLoss if a segment does not fit.
     """
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: segment.rows for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -210,7 +216,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
 def local_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     """Copy the tables into private memory of this process, on huge pages where the kernel grants them."""
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: private_copy(segment.rows) for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -302,13 +308,18 @@ class _DelayedTicket:
         self._inner.close()
 
 
-def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+def map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+    """Map every segment, by layer, under the version's shared lock; both go with `stack`. Raises NotFound, InvalidArgument, DataLoss."""
     for place in opened.segments:
         if place.held:
             raise InvalidArgument(
                 f"{opened.resident.model.name} {opened.resident.version}: this pool holds a part of layer {place.layer} only: "
                 "other rows would read as zeros; ask all its owners"
             )
+    if not opened.segments:
+        raise NotFound(
+            f"version {opened.resident.version}: this pool has no table to map, it serves those of others; open it by ring"
+        )
     stack.callback(os.close, _hold_lock(opened))
     segments = {}
     for place in opened.segments:
