@@ -84,7 +84,7 @@ class _Empty(pb_grpc.EngramPoolServiceServicer):
     def __init__(self) -> None:
         self._message = bytes(MESSAGE_BYTES // ROW_BYTES * ROW_BYTES)
 
-    async def Gather(self, request: pb.GatherRequest, context: Any) -> AsyncIterator[pb.GatherResponse]:  # type: ignore[override]  # noqa: N802
+    async def Gather(self, request: pb.GatherRequest, context: Any) -> AsyncIterator[pb.GatherResponse]:  # noqa: N802
         """The same messages."""
         left = len(request.rows) // 8 * ROW_BYTES
         while left > 0:

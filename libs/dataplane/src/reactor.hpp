@@ -1,4 +1,5 @@
-// One thread that waits for all sockets, timers and commands of a client process. What runs on it never blocks.
+// One thread that waits for all sockets and timers of a client process. What runs here never blocks, and never beside another: who
+// posts an action while nothing runs is let in and runs it at once, which saves a request the way through a second thread.
 #pragma once
 
 #include <pthread.h>
@@ -55,15 +56,21 @@ public:
     Reactor& operator=(const Reactor&) = delete;
     ~Reactor() { close(); }
 
-    // From any thread: `action` runs soon, in order. False, and it will not, once the reactor is closed.
+    // From any thread: `action` runs, now or soon, in order. False, and it will not, once the reactor is closed.
     bool post(Action action) {
-        bool wake;
-        {
-            std::lock_guard lock(mutex_);
-            if (closed_) return false;
-            wake = posted_.empty();
-            posted_.push_back(std::move(action));
+        std::unique_lock lock(mutex_);
+        if (closed_) return false;
+        if (posted_.empty() && inside_ != this && running_.try_lock()) {
+            lock.unlock();
+            const std::lock_guard running(running_, std::adopt_lock);
+            inside_ = this;
+            act(action);
+            inside_ = nullptr;
+            return true;
         }
+        posted_.push_back(std::move(action));
+        const bool wake = posted_.size() == 1;
+        lock.unlock();
         if (wake) wakeup_.set();
         return true;
     }
@@ -79,7 +86,7 @@ public:
         if (thread_.joinable()) thread_.join();
     }
 
-    // -- on its own thread only --
+    // -- from inside only: what runs here --
 
     TimerRef none() noexcept { return timers_.end(); }
 
@@ -117,10 +124,14 @@ private:
         epoll_event events[EVENTS_MAX];
         for (;;) {
             const int count = ::epoll_wait(epoll_.get(), events, EVENTS_MAX, -1);
+            const std::lock_guard running(running_);
+            inside_ = this;
             for (int i = 0; i < count; ++i) tell(*static_cast<Watcher*>(events[i].data.ptr), events[i].events);
             removed_.clear();
             run_timers();
-            if (!run_posted()) return;
+            const bool goes_on = run_posted();
+            inside_ = nullptr;
+            if (!goes_on) return;
         }
     }
 
@@ -183,13 +194,14 @@ private:
         return ::epoll_ctl(epoll_.get(), what, fd, &event) == 0;
     }
 
+    static inline thread_local const Reactor* inside_ = nullptr;  // the one in which this thread runs something
     Descriptor epoll_, timer_;
     Wakeup wakeup_;
     Flag posted_something_, timer_due_;
     Timers timers_;
     int64_t armed_ns_ = INT64_MAX;
     std::vector<std::shared_ptr<Watcher>> removed_;
-    std::mutex mutex_, closing_;
+    std::mutex running_, mutex_, closing_;
     std::vector<Action> posted_;
     bool closed_ = false;
     std::thread thread_;

@@ -26,7 +26,7 @@ struct CallLayer {
 struct Part;
 using PartRef = std::shared_ptr<Part>;
 
-// Touched by the reactor's thread; `layers` keeps its size, and a ticket may be waited for by anybody.
+// Touched inside the reactor only; `layers` keeps its size, and a ticket may be waited for by anybody.
 struct Call {
     RemoteVersion::SpreadRef spread;
     FrameHeader header;  // digests of the version

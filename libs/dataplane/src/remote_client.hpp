@@ -1,6 +1,6 @@
 // Lookups over owners: who is asked for what, when another is asked as well, who is asked instead. Result: all rows, or a fault.
 //
-// All of it runs on the reactor's thread but for the making of a call (hash and split), which is its caller's.
+// All of it runs inside the reactor but for the making of a call (hash and split), which is its caller's.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A connection to an owner: sends requests, and puts what comes back where each reply wants it. Runs on the reactor's thread.
+// A connection to an owner: sends requests, and puts what comes back where each reply wants it. Runs inside the reactor.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// An owner as a client knows it: where it is, how fast it answers, whether it is worth asking now. Touched by the reactor's thread.
+// An owner as a client knows it: where it is, how fast it answers, whether it is worth asking now. Touched inside the reactor only.
 #pragma once
 
 #include <netdb.h>

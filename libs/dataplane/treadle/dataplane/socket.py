@@ -180,7 +180,8 @@ def _ask(address: str, kind: int, body: bytes, digests: Sequence[bytes], layers:
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_seconds)
             connection.connect(place)
-            connection.sendall(request)
+            with contextlib.suppress(BrokenPipeError):  # turned away: what it said before it closed is still to be read
+                connection.sendall(request)
             return _answer(connection, address, wanted, until)
     except OSError as error:
         raise Unavailable(f"{address}: no answer at the socket door: {error}") from error
