@@ -73,9 +73,10 @@ bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes
 	$(BIN)/treadle bench all
 
 .PHONY: loadtest
-loadtest: $(VENV)/installed  ## versions swapped and processes killed under load, every row compared (about 10 minutes)
+loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept under load (about 12 minutes)
 	$(BIN)/treadle loadtest swap
 	$(BIN)/treadle loadtest chaos
+	$(BIN)/treadle loadtest deadlines
 
 .PHONY: up
 up: $(VENV)/installed  ## pool, worker and gateway on this machine, until Ctrl-C

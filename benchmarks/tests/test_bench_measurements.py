@@ -1,10 +1,8 @@
 """Each measurement once, on small sizes: that it runs, measures what it says and leaves nothing behind. No figure is judged."""
 
-import hashlib
 import os
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
@@ -12,7 +10,6 @@ from treadle import dataplane, kernels
 from treadle.contract import Unavailable
 from treadle_bench import attach, gather, gather_tables, hashing, loading, tickets
 from treadle_bench.busy_core import busy_core
-from treadle_bench.engramdb_peer import engramdb_peer
 from treadle_bench.gather_goals import BUSY
 from treadle_bench.own_venv import interpreter_with
 
@@ -54,27 +51,13 @@ def test_a_busy_core_is_busy_and_then_no_more() -> None:
     assert not spinning.is_running()
 
 
-def test_engramdb_fetches_the_bytes_of_the_file(tmp_path: Path) -> None:
-    table = tmp_path / "table"
-    table.write_bytes(np.random.default_rng(0).bytes(1000 * 320 + 7))
-    ids = np.random.default_rng(1).integers(0, 1000, (3, 50))
-    try:
-        with engramdb_peer(table, 320, ids) as peer:
-            assert peer.microseconds(2) > 0
-            digest = peer.answer("1?")[1]
-    except Unavailable as error:
-        pytest.skip(f"engramdb-python cannot be installed or run here: {error}")
-    rows = np.frombuffer(table.read_bytes()[: 1000 * 320], dtype=np.uint8).reshape(1000, 320)
-    assert digest == hashlib.sha256(rows[ids[1]].tobytes()).hexdigest()
-
-
 def test_a_package_that_cannot_be_installed_is_unavailable_and_tried_again_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
     for _ in range(2):
         with pytest.raises(Unavailable, match=r"false -m venv .* failed"):
-            interpreter_with("some-package==1", tmp_path)
+            interpreter_with("some-package==1", home=tmp_path)
 
 
 def test_attach_measures_real_clients_of_a_real_pool() -> None:

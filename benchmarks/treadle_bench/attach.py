@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from treadle.client import Endpoint
 from treadle.client.engram import EngramPool
 from treadle.contract import EngramModel, RowLayout, Unavailable
 from treadle.contract.families import demo_model
+from treadle_bench.answers import Lines
 from treadle_bench.pool_process import pool_process
 from treadle_bench.report import Goal, Row
 
@@ -83,21 +83,23 @@ def _rows(attached: list[dict[str, Any]], warmed: list[dict[str, Any]], payload:
 
 
 @contextmanager
-def _client(address: str) -> Iterator[subprocess.Popen[str]]:
+def _client(address: str) -> Iterator[Lines]:
+    """What a client says: a line when it has attached, a line when it is warm."""
     command = [sys.executable, "-m", "treadle_bench.attach_client", address, NAME]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as client:
         try:
-            yield client
+            yield Lines(client.stdout)
         finally:
             client.kill()
 
 
-def _answer(client: subprocess.Popen[str]) -> dict[str, Any]:
-    assert client.stdout is not None
-    readable, _, _ = select.select([client.stdout], [], [], ANSWER_SECONDS_MAX)
-    line = client.stdout.readline() if readable else ""
-    if not line:
-        raise Unavailable(f"a client did not attach within {ANSWER_SECONDS_MAX:.0f} s (exit code {client.poll()})")
+def _answer(client: Lines) -> dict[str, Any]:
+    try:
+        line = client.within(ANSWER_SECONDS_MAX)
+    except EOFError as error:
+        raise Unavailable("a client ended before it had attached") from error
+    if line is None:
+        raise Unavailable(f"a client did not attach within {ANSWER_SECONDS_MAX:.0f} s")
     said: dict[str, Any] = json.loads(line)
     return said
 

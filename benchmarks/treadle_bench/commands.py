@@ -11,7 +11,7 @@ from treadle.contract.errors import NotFound
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure this machine: gather, attach, hash, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
+    help="Measure this machine: gather, attach, peers, hash, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
 )
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: an impression, not a figure to quote.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
@@ -46,6 +46,18 @@ def attach(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
 
 @app.command()
+def peers(
+    quick: Quick = False,
+    json: Json = False,
+    only: Annotated[list[str] | None, typer.Option(help="Only this peer, such as mapped, numpy or redis; may be repeated.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write latency against tokens to this file, .svg or .png.")] = None,
+) -> None:
+    """Rows of models' tables by numpy, torch, engramdb, service-ple, Redis, LMDB, Mooncake, and by treadle (8 minutes, 12 GB)."""
+    from treadle_bench.peers.command import run_and_show
+
+    _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
+
+
 def ring(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
     """Rows by the shared-memory ring of a real pool, beside the mapping and gRPC (needs 3 GB of memory; root for 2 MiB pages)."""
     from treadle_bench.report import show
@@ -95,6 +107,17 @@ def ticket(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
     rows, goals = measure(quick=quick)
     show(rows, goals, as_json=json, title="ticket", quick=quick)
+    _exit(strict, [goal.met for goal in goals])
+
+
+@app.command()
+def remote(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Rows of another process: the native socket against a raw socket and the gather (needs 1.5 GB; as root another host too)."""
+    from treadle_bench.remote import measure
+    from treadle_bench.report import show
+
+    rows, goals, skipped = measure(quick=quick)
+    show(rows, goals, as_json=json, title="remote", quick=quick, notes=[f"not measured: {text}" for text in skipped])
     _exit(strict, [goal.met for goal in goals])
 
 
@@ -183,7 +206,7 @@ def memories(
 
 @app.command("all")
 def all_(quick: Quick = False, strict: Strict = False) -> None:
-    """Every figure of this machine, one after the other (about 20 minutes); `grow` takes hours and is not among them."""
+    """Every figure of this machine, one after the other (about 20 minutes); not `grow`, which takes hours, nor `peers`, which installs what others made."""
     missed = False
     for command in (hash_, ticket, gather, attach, ring, load, chat, memories):
         try:

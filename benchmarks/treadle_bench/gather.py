@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -15,15 +13,19 @@ import torch
 from numpy.typing import NDArray
 
 from treadle.client.engram.handle import EngramHandle
-from treadle.contract import Deadline, Unavailable
+from treadle.contract import DataLoss, Deadline, Unavailable
 from treadle.dataplane import DeadlineQueue
 from treadle.kernels import calibrate_prefetch
 from treadle_bench import _baselines
 from treadle_bench.busy_core import busy_core
-from treadle_bench.engramdb_peer import engramdb_peer
 from treadle_bench.gather_goals import BUSY, GOAL_TOKENS, goals_of
 from treadle_bench.gather_tables import PROFILES, SMALL, PagedTable, Profile, handle_on, tables
+from treadle_bench.peers.engramdb import engramdb_fetcher
+from treadle_bench.peers.id_sets import IdSets
+from treadle_bench.peers.process import TableFile
+from treadle_bench.peers.torch_rows import tensor_over
 from treadle_bench.report import Goal, Row, interleave, rows_of
+from treadle_bench.timing import Timed, on_fresh_sets, timed
 
 TABLE_BYTES = 2_560_000_000  # far beyond any cache
 TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -39,8 +41,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Ids: TypeAlias = NDArray[np.int64]
 Act = Callable[[int], object]
 """Gathers the set of ids with that number; what it returns is dropped."""
-Timed = Callable[[int], float]
-"""One round: microseconds."""
 
 
 def measure(*, quick: bool, table_bytes: int = TABLE_BYTES) -> tuple[list[Row], list[Goal], list[str]]:
@@ -57,7 +57,7 @@ def measure(*, quick: bool, table_bytes: int = TABLE_BYTES) -> tuple[list[Row], 
                 rows += _measure_tokens(profile, both, tokens, rounds, notes)
             rows += _measure_busy(profile, both, BUSY_ROUNDS_QUICK if quick else BUSY_ROUNDS, notes)
         goals += goals_of([row for row in rows if row.params["rows"] == profile.name], profile.name)
-    return rows, goals, notes
+    return rows, goals, list(dict.fromkeys(notes))
 
 
 def _measure_tokens(profile: Profile, both: tuple[PagedTable, PagedTable], tokens: int, rounds: int, notes: list[str]) -> list[Row]:
@@ -67,12 +67,14 @@ def _measure_tokens(profile: Profile, both: tuple[PagedTable, PagedTable], token
         acts = stack.enter_context(_acts(profile, both, ids, out))
         sets = len(ids)
         count = len(acts) + 1
-        variants: dict[str, Timed] = {name: _timed(act, place, count, sets) for place, (name, act) in enumerate(acts.items())}
+        variants: dict[str, Timed] = {
+            name: on_fresh_sets(timed(act), place, count, sets) for place, (name, act) in enumerate(acts.items())
+        }
         if tokens == GOAL_TOKENS:
             variants |= _engramdb(stack, both[1], profile, ids, notes, place=count - 1, count=count)
         for number in range(WARM_ROUNDS):
-            for timed in variants.values():
-                timed(number)
+            for variant in variants.values():
+                variant(number)
         samples = interleave(variants, rounds, seed=tokens, what=f"{profile.name}, {tokens} tokens")
     return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": tokens}, "us", f"listing1 {SMALL}"))
 
@@ -90,7 +92,7 @@ def _acts(profile: Profile, both: tuple[PagedTable, PagedTable], ids: Ids, out: 
             acts[f"mapped {table.pages}{TWO_THREADS}"] = partial(_by_two, queue, table.rows, ids, out)
             acts[f"read-only {table.pages}"] = partial(_read_only, table.rows, ids)
             acts[f"np.take {table.pages}"] = partial(_take, table.rows, ids, out)
-            acts[f"torch.index_select {table.pages}"] = partial(_index_select, _tensor(table.rows), ids, _tensor(out))
+            acts[f"torch.index_select {table.pages}"] = partial(_index_select, tensor_over(table.rows), ids, tensor_over(out))
         yield acts
 
 
@@ -131,7 +133,9 @@ def _measure_busy(profile: Profile, both: tuple[PagedTable, PagedTable], rounds:
         except Unavailable as error:
             notes.append(f"skipped: {error}")
             return []
-        variants = {BUSY + name: _timed(act, place, len(chosen), len(ids)) for place, (name, act) in enumerate(chosen.items())}
+        variants = {
+            BUSY + name: on_fresh_sets(timed(act), place, len(chosen), len(ids)) for place, (name, act) in enumerate(chosen.items())
+        }
         samples = interleave(variants, rounds, seed=1, what=f"{profile.name}, one core busy")
     return _told_threads(rows_of(samples, {"rows": profile.name, "tokens": GOAL_TOKENS}, "us", f"{BUSY}mapped {SMALL}"))
 
@@ -144,12 +148,16 @@ def _engramdb(
         notes.append("skipped: engramdb: the table on 2 MiB pages is private memory here, no file; run as root")
         return {}
     try:
-        peer = stack.enter_context(engramdb_peer(table.path, profile.row.bytes, ids.reshape(len(ids), -1)))
+        wanted = IdSets(ids.reshape(-1, ids.shape[2]))
+        peer = stack.enter_context(engramdb_fetcher(TableFile(table.path, 0, len(table.rows), profile.row.bytes), wanted))
     except Unavailable as error:
         notes.append(f"skipped: engramdb: {error}")
         return {}
-    sets = len(ids)
-    return {f"engramdb {table.pages}": lambda number: peer.microseconds((number * count + place) % sets)}
+    tokens = ids.shape[1]
+    if not peer.fetches_rightly(wanted, 0, tokens):
+        raise DataLoss("engramdb: its rows are not those of the file")
+    fetch = on_fresh_sets(lambda number: peer.microseconds(wanted, number * tokens, tokens), place, count, len(ids))
+    return {f"engramdb {table.pages}": fetch}
 
 
 def _told_threads(rows: list[Row]) -> list[Row]:
@@ -171,30 +179,11 @@ def _id_sets(profile: Profile, table: PagedTable, tokens: int) -> Ids:
     return np.random.default_rng(tokens).integers(0, len(table.rows), size=(sets, tokens, columns), dtype=np.int64)
 
 
-def _timed(act: Act, place: int, variants: int, sets: int) -> Timed:
-    """Microseconds of `act` on a set of ids that no other variant has just used, so that no cache holds its rows."""
-
-    def run(number: int) -> float:
-        chosen = (number * variants + place) % sets
-        begun = time.perf_counter_ns()
-        act(chosen)
-        return (time.perf_counter_ns() - begun) / 1e3
-
-    return run
-
-
-def _tensor(table: Bytes) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch would rather not be given read-only memory; it only reads it
-        return torch.from_numpy(table)
-
-
 def _calibrated(table: PagedTable) -> str:
     """What a calibration of the prefetch distance finds here; the figures are taken at the default."""
-    found = calibrate_prefetch(table.rows)
-    if found.distance != found.default_distance:
-        from treadle.kernels import _native
-
-        _native.set_prefetch_rows(found.default_distance)
+    try:
+        found = calibrate_prefetch(table.rows, use=False)
+    except Unavailable as error:
+        return str(error)
     measured = ", ".join(f"{distance}: {us:.0f}" for distance, us in found.microseconds_by_distance.items())
     return f"prefetch {found.reason} (us of {found.rows} rows by distance: {measured or 'none'})"

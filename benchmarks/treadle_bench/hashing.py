@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -13,6 +11,7 @@ from treadle.contract import EngramModel, RowLayout, Windows
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
 from treadle.kernels import HashPlan, reference
 from treadle_bench.report import Goal, Row, interleave, rows_of
+from treadle_bench.timing import Timed, timed
 
 TOKENS = (256, 4096)
 VOCABULARY = 99_092  # the compressed ids of DeepSeek-V4.1
@@ -45,17 +44,9 @@ def _measure(plan: HashPlan, family: str, order_max: int, tokens: int, rounds: i
     windows = Windows.of_sequences([(ids, 0)], order_max - 1)
     out = np.zeros((tokens, len(plan.primes)), dtype=np.int64)
 
-    def timed(act: Callable[[], object]) -> Callable[[int], float]:
-        def run(_: int) -> float:
-            begun = time.perf_counter_ns()
-            act()
-            return (time.perf_counter_ns() - begun) / 1e3
-
-        return run
-
-    variants: dict[str, Callable[[int], float]] = {
-        "numpy": timed(lambda: reference.row_ids(plan, windows, out)),
-        kernels.IMPLEMENTATION: timed(lambda: kernels.row_ids(plan, windows, out)),
+    variants: dict[str, Timed] = {
+        "numpy": timed(lambda _: reference.row_ids(plan, windows, out)),
+        kernels.IMPLEMENTATION: timed(lambda _: kernels.row_ids(plan, windows, out)),
     }
     return rows_of(
         interleave(variants, rounds, what=f"{family}, {tokens} tokens"), {"family": family, "tokens": tokens}, "us", "numpy"

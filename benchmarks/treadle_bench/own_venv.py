@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from treadle.contract import Unavailable
@@ -16,9 +17,11 @@ from treadle.nn.model_fetch import treadle_home
 INSTALL_SECONDS_MAX = 300
 
 
-def interpreter_with(requirement: str, home: Path | None = None) -> Path:
-    """The interpreter of a venv that holds one pinned package, such as "engramdb-python==0.3.0"; made at the first call.
+def interpreter_with(requirement: str, *more: str, home: Path | None = None, beside: bool = False) -> Path:
+    """The interpreter of a venv that holds pinned packages, such as "engramdb-python==0.3.0"; made at the first call.
 
+    more:   further packages; the venv is named after the first
+    beside: the venv sees this environment's packages, and gets the pinned ones without what they ask for: no second copy of torch
     Raises Unavailable with pip's own words.
     """
     folder = (home or treadle_home()) / "bench" / requirement.replace("==", "-")
@@ -30,9 +33,12 @@ def interpreter_with(requirement: str, home: Path | None = None) -> Path:
         if not done.is_file():
             for command in (
                 [sys.executable, "-m", "venv", "--clear", str(folder)],
-                [str(python), "-m", "pip", "install", "-q", requirement],
+                [str(python), "-m", "pip", "install", "-q", "--retries", "1", *(["--no-deps"] if beside else []), requirement, *more],
             ):
                 _run(command)
+            if beside:
+                place = next(folder.glob("lib/python*/site-packages"))
+                (place / "beside.pth").write_text(f"{sysconfig.get_path('purelib')}\n", encoding="utf-8")
             done.touch()
     return python
 

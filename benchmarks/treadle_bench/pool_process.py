@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from treadle_bench.answers import Lines
 
 START_SECONDS_MAX = 60
 
@@ -52,13 +53,20 @@ def pool_process(parent: Path = Path("/dev/shm"), arguments: Sequence[str] = ())
     )  # fmt: skip
     assert process.stdout is not None
     try:
-        readable, _, _ = select.select([process.stdout], [], [], START_SECONDS_MAX)
-        line = process.stdout.readline() if readable else ""
-        if not line:
-            raise RuntimeError(f"the pool was not ready within {START_SECONDS_MAX} s (exit code {process.poll()})")
-        yield PoolProcess(json.loads(line)["listen"], process.pid)
+        yield PoolProcess(json.loads(_ready_line(process))["listen"], process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(START_SECONDS_MAX)
         process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ready_line(process: subprocess.Popen[str]) -> str:
+    state = f"was not ready within {START_SECONDS_MAX} s"
+    try:
+        line = Lines(process.stdout).within(START_SECONDS_MAX)
+    except EOFError:
+        line, state = None, f"ended (exit code {process.wait(START_SECONDS_MAX)})"
+    if line is None:
+        raise RuntimeError(f"the pool {state}")
+    return line

@@ -132,11 +132,7 @@ def show(
     if as_json:
         sys.stdout.write(json.dumps(whole) + "\n")
         return
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH_IN_FILES)
-    about = whole["machine"]
-    console.print(
-        f"{title}: {about['cpu']}, {about['cores']} cores, kernel {about['kernel']}\n$ {whole['command']}", highlight=False
-    )
+    console = console_with_heading(title, whole)
     table = Table(box=None, pad_edge=False)
     for heading in ("what", "with", "median", "p99", "n", "ratio", "95 %"):
         table.add_column(heading, justify="left" if heading in ("what", "with") else "right")
@@ -145,7 +141,7 @@ def show(
         ratio = alone if row.ratio is None else f"{row.ratio:.3f}"
         interval = "" if row.ratio_ci95 is None else f"{row.ratio_ci95[0]:.3f}-{row.ratio_ci95[1]:.3f}"
         params = " ".join(f"{key}={value}" for key, value in row.params.items())
-        table.add_row(row.name, params, f"{_digits(row.median)} {row.unit}", _digits(row.p99), str(row.n), ratio, interval)
+        table.add_row(row.name, params, f"{digits(row.median)} {row.unit}", digits(row.p99), str(row.n), ratio, interval)
     console.print(table)
     for note in notes:
         console.print(f"note   {note}", highlight=False)
@@ -156,5 +152,15 @@ def show(
         )
 
 
-def _digits(value: float) -> str:
+def console_with_heading(title: str, whole: Mapping[str, Any]) -> Console:
+    """A console on standard output that has printed what `document` says of machine and command."""
+    console, about = Console() if sys.stdout.isatty() else Console(width=WIDTH_IN_FILES), whole["machine"]
+    console.print(
+        f"{title}: {about['cpu']}, {about['cores']} cores, kernel {about['kernel']}\n$ {whole['command']}", highlight=False
+    )
+    return console
+
+
+def digits(value: float) -> str:
+    """A figure with three digits or so."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"

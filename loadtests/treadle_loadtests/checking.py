@@ -44,6 +44,7 @@ class Task:
     engram:    address of a pool, or of several
     transport: as in `EngramPool.open`
     tokens:    of a step; a gather has 16 times as many rows
+    rest_seconds: between two steps, so that clients leave the machine to others
     """
 
     engram: str
@@ -53,6 +54,7 @@ class Task:
     tokens: int
     number: int
     counters: str
+    rest_seconds: float = 0.0
 
     def to_json(self) -> str:
         """For the command line."""
@@ -94,6 +96,8 @@ class CheckingClient:
         ways = (self._by_ids, self._by_tokens, self._by_ticket)
         for number in itertools.takewhile(lambda _: not self.over.is_set(), itertools.count()):
             self._timed(ways[number % len(ways)], handle, number % STEPS_KEPT)
+            if self._task.rest_seconds:
+                time.sleep(self._task.rest_seconds)
             if number % LOOK_EVERY == 0 and self._current not in (None, handle.version):
                 following = self._open(first=False)
                 if following is not None and following.version != handle.version:

@@ -10,7 +10,7 @@ import typer
 if TYPE_CHECKING:
     from treadle_loadtests.report import Report
 
-app = typer.Typer(no_args_is_help=True, help="Run a scenario over real processes and check everything: swap, chaos.")
+app = typer.Typer(no_args_is_help=True, help="Run a scenario over real processes and check everything: swap, chaos, deadlines.")
 Quick = Annotated[bool, typer.Option("--quick", help="Seconds instead of minutes: does it work, not how well.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Save = Annotated[Path | None, typer.Option("--save", metavar="FOLDER", help="Write a page of results into this folder.")]
@@ -27,6 +27,19 @@ def swap(
     from treadle_loadtests.swap import Plan, run
 
     _finish(run(Plan(seconds=8.0, gathers=5_000, swaps=3, pause_seconds=0.3) if quick else Plan(seconds=seconds)), json, save)
+
+
+@app.command()
+def deadlines(
+    quick: Quick = False,
+    json: Json = False,
+    save: Save = None,
+    seconds: Annotated[float, typer.Option(min=1, help="Length of each of the two runs.")] = 25.0,
+) -> None:
+    """Decode and prefill gathers at 80 % load, earliest deadline first and FIFO, held against an oracle. Exit code 1 where a goal is missed."""
+    from treadle_loadtests.deadlines import Plan, run
+
+    _finish(run(Plan(seconds=2.0, table_bytes=128 << 20, refusals=300) if quick else Plan(seconds=seconds)), json, save)
 
 
 @app.command()

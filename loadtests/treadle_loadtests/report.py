@@ -67,7 +67,8 @@ class Report:
         lines += [f"{name.replace('_', ' '):<28}{count:>14,}" for name, count in self.counts.items()]
         for row in self.rows():
             longest = max(self.times[row.name])
-            lines.append(f"{row.name:<28}{row.median:>10.3f} s median, {row.p99:.3f} s p99, {longest:.3f} s longest, {row.n} times")
+            times = f"{_time(row.median):>12} median, {_time(row.p99)} p99, {_time(longest)} longest"
+            lines.append(f"{row.name:<28}{times}, {row.n} times")
         lines.append("")
         for goal in self.goals:
             sign = ">=" if goal.at_least else "<="
@@ -86,3 +87,8 @@ class Report:
         path = folder / f"{time.strftime('%Y-%m-%d')}-{self.title}-{chip}.md"
         path.write_text(f"# {self.title}, {time.strftime('%Y-%m-%d %H:%M')}\n\n```\n" + "\n".join(self.lines()) + "\n```\n")
         return path
+
+
+def _time(seconds: float) -> str:
+    """For people: in the unit that leaves some digits before the point."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"

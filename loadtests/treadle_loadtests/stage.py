@@ -63,16 +63,18 @@ class Stage:
         )  # fmt: skip
         return ServiceSpec(
             name, argv, listen=self.pools[name], metrics="127.0.0.1:0", ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS,
-            given_up=False,
+            given_up=False, environment=_environment(),
         )  # fmt: skip
 
-    def client_spec(self, number: int, engram: str, transport: str, tokens: int) -> ServiceSpec:
+    def client_spec(self, number: int, engram: str, transport: str, tokens: int, rest_seconds: float = 0.0) -> ServiceSpec:
         """A checking client."""
         name = f"client-{number}-{transport}"
         self.clients[name] = Counters(self.folder / f"{name}.counters")
-        task = Task(engram, transport, self.seeds, self.prime_base, tokens, number, str(self.clients[name].path))
+        task = Task(engram, transport, self.seeds, self.prime_base, tokens, number, str(self.clients[name].path), rest_seconds)
         argv = (sys.executable, "-m", "treadle_loadtests.checking", task.to_json())
-        return ServiceSpec(name, argv, ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS, given_up=False)
+        return ServiceSpec(
+            name, argv, ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS, given_up=False, environment=_environment()
+        )
 
     # -- while it runs --------------------------------------------------------------------------------------------------------
 
@@ -167,6 +169,11 @@ class Stage:
     def clear(self) -> None:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, but that sources are compiled once: an installed service does not compile them at every start either."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def _patience() -> RestartPolicy:

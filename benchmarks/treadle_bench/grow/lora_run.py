@@ -1,16 +1,13 @@
 """The LoRA rival: at the memory's bytes and CPU time, on the same blocks, its learning rate picked on the validation set.
 
-Owns the environment that `peft` runs in, the rank, and the choice of the rate. Training itself is `lora_script`'s.
+Owns the rank and the choice of the rate. Training itself is `lora_script`'s.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,38 +17,19 @@ from numpy.typing import NDArray
 
 from treadle.contract.errors import Unavailable
 from treadle.nn.config import ModelConfig
-from treadle.nn.model_fetch import treadle_home
 from treadle_bench.grow import lora_script, measuring
 from treadle_bench.grow.material import BLOCK_TOKENS, MEASURED, VALIDATION, Material
 from treadle_bench.grow.measuring import Sample
 from treadle_bench.grow.ngram_run import budget_bytes, training_order
 from treadle_bench.grow.runs import Kind, Run, marks_of
 from treadle_bench.grow.store import ON, Store, scores_of
+from treadle_bench.own_venv import interpreter_with
 
 PEFT = "peft==0.21.2"
-INSTALL_SECONDS_MAX = 900.0
 RATES = (3e-4, 1e-3, 3e-3)
 RATE_SHARE = 0.08  # of the CPU budget for each rate that is tried; not counted into the budget, which favours LoRA
 RATE_BLOCKS = 16  # of the validation set
 TRAINING_SLACK_SECONDS = 3600.0  # wall clock beyond twice the budget: the machine may be shared, and measuring takes its time
-
-
-def environment(home: Path | None = None) -> Path:
-    """The interpreter of an environment that has peft beside this one's torch and transformers; made at the first call.
-
-    The environment is a venv of its own that sees this one's packages, so torch is the same pin and no second copy.
-    Raises Unavailable with pip's own words.
-    """
-    folder = (home or treadle_home()) / "bench" / PEFT.replace("==", "-")
-    python = folder / "bin" / "python"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        done = folder / "installed"
-        if not done.is_file():
-            _make_environment(folder, python)
-            done.touch()
-    return python
 
 
 def rank_for(config: ModelConfig, bytes_max: int) -> int:
@@ -72,7 +50,7 @@ def measure_lora(run: Run, material: Material, folder: Path, store: Store, sampl
     numbers = {name: chosen.numbers(name, material.sets[name]) for name in MEASURED}
     data = store.scratch(f"{run.key}.npz")
     _write_data(data, run, material, numbers)
-    python = environment()
+    python = interpreter_with(PEFT, beside=True)  # this environment's torch and transformers are the same pins for it
 
     def train(name: str, rate: float, cpu_seconds: float, sets: tuple[str, ...]) -> dict[str, Any]:
         out = store.scratch(f"{run.key}-{name}.json")
@@ -134,14 +112,3 @@ def _train(python: Path, options: Mapping[str, object], sets: tuple[str, ...]) -
         raise Unavailable(f"LoRA did not train: {done.stderr.strip()[-1200:]}")
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return result
-
-
-def _make_environment(folder: Path, python: Path) -> None:
-    packages = Path(sysconfig.get_path("purelib"))
-    steps = [[sys.executable, "-m", "venv", "--clear", str(folder)], [str(python), "-m", "pip", "install", "-q", "--no-deps", PEFT]]
-    for command in steps:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS_MAX, check=False)
-        if done.returncode:
-            raise Unavailable(f"{' '.join(command)} failed, so there is no LoRA to compare with: {done.stderr.strip()[-800:]}")
-    place = next(folder.glob("lib/python*/site-packages"))
-    (place / "beside.pth").write_text(f"{packages}\n", encoding="utf-8")

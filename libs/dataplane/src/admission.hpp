@@ -19,6 +19,10 @@ namespace treadle::dataplane {
 inline constexpr int64_t PIECE_ROWS_MIN = 64;        // smaller pieces cost a slow tier its batches, and time to hand them out
 inline constexpr int64_t WAKE_NS = 20'000;           // of a sleeping worker, until one was woken
 inline constexpr int64_t OVERHEAD_NS_MAX = 500'000;  // of a wake or an end that counts: beyond it the thread had lost its core
+inline constexpr int64_t STRETCH_NS = 100'000'000;   // what pieces took beyond their cost is forgotten with this time constant
+inline constexpr double STRETCH_PRIOR_NS = 1e6;      // work at its cost that is always believed in: an idle worker is a whole one again
+inline constexpr double STRETCH_MAX = 100.0;
+inline constexpr int64_t PROBE_NS = 10'000'000;  // between two tickets that an idle queue takes although what it learnt says no
 inline constexpr std::array<double, 7> ERROR_PARTS{0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0};
 
 struct QueueOptions {
@@ -56,7 +60,7 @@ public:
         const int64_t units = piece_units(job), pieces = (job.units + units - 1) / units;
         const int64_t last = job.units - (pieces - 1) * units;
         const double whole_ns = piece_ns(job, units) * static_cast<double>(pieces - 1) + piece_ns(job, last);
-        const int64_t own_ns = std::max(static_cast<int64_t>(whole_ns), workers_ * bandwidth.least_ns(job.bytes(), now_ns));
+        const int64_t own_ns = std::max(static_cast<int64_t>(whole_ns * stretch(now_ns)), workers_ * bandwidth.least_ns(job.bytes(), now_ns));
         const int64_t hands = std::min<int64_t>(workers_, pieces);
         ticket.work = {ticket.deadline_ns, own_ns + end_ns_.load(std::memory_order_relaxed), std::max<int64_t>(1, own_ns / hands)};
     }
@@ -65,25 +69,27 @@ public:
     template <typename Admitted>
     Verdict ask(Ticket& ticket, const Admitted& admitted, bool idle, int64_t now_ns) {
         Verdict verdict;
-        if (idle) waking_since_ = now_ns;
         if (options.admission) {
-            verdict = judge({now_ns, running_ns(now_ns), workers_}, ticket.work, admitted);
-            if (!verdict) {
+            verdict = judge({now_ns, running_ns(now_ns) + (idle ? workers_ * wake_ns_ : 0), workers_}, ticket.work, admitted);
+            if (!verdict && !(idle && probes(ticket, now_ns))) {
                 if (now_ns + ticket.work.span_ns <= ticket.deadline_ns) tenants->overloaded(now_ns);
                 return verdict;
             }
+            verdict.fault = Fault::none, verdict.reason = Reason::none;
             ticket.told_ns = ticket.predicted_ns = verdict.predicted_finish_ns;
         }
         const int64_t work_ns = options.admission ? ticket.work.work_ns : 0;
         const Verdict taken = tenants->take(ticket.tenant, ticket.job.rows(), ticket.job.bytes(), work_ns, workers_, now_ns);
-        return taken ? verdict : Verdict{taken.fault, verdict.predicted_finish_ns, taken.retry_after_ns, taken.reason};
+        if (!taken) return {taken.fault, verdict.predicted_finish_ns, taken.retry_after_ns, taken.reason};
+        if (idle) waking_since_ = now_ns;
+        return verdict;
     }
 
     // Units [first, last) of `ticket` start; returns when they should be done.
     int64_t starts(Ticket& ticket, int64_t first, int64_t last, int64_t now_ns) noexcept {
         const Job& job = ticket.job;
         const bool wholly = last == job.units;
-        const int64_t expected_ns = static_cast<int64_t>(piece_ns(job, last - first));
+        const int64_t expected_ns = static_cast<int64_t>(piece_ns(job, last - first) * stretch(now_ns));
         const int64_t ends_ns = now_ns + expected_ns + (wholly ? end_ns_.load(std::memory_order_relaxed) : 0);
         const int64_t left_ns = std::max<int64_t>(0, ticket.work.work_ns - expected_ns);
         if (ticket.work.work_ns > 0) ticket.work.span_ns = static_cast<int64_t>(static_cast<double>(ticket.work.span_ns) * static_cast<double>(left_ns) / static_cast<double>(ticket.work.work_ns));
@@ -101,6 +107,7 @@ public:
         --in_flight_;
         in_flight_ends_ns_ -= ends_ns;
         const Job& job = ticket.job;
+        learn_stretch(piece_ns(job, units), now_ns - began_ns, now_ns);
         if (ticket.fault == Fault::none) costs.learn(job.tier, job.row_bytes, units * job.rows_per_unit, now_ns - began_ns);
     }
 
@@ -142,6 +149,34 @@ private:
 
     double piece_ns(const Job& job, int64_t units) const noexcept { return costs.piece_ns(job.tier, job.row_bytes, units * job.rows_per_unit); }
 
+    // A bad moment must not be believed for ever: what it made look dear is refused, and never measured again. An idle queue harms
+    // nobody by trying what it could do at the costs that it began with.
+    bool probes(const Ticket& ticket, int64_t now_ns) noexcept {
+        const Job& job = ticket.job;
+        const auto seed_ns = static_cast<int64_t>(costs.seed_ns(job.tier, job.row_bytes) * static_cast<double>(job.rows()) / workers_);
+        const int64_t least_ns = std::max(seed_ns, bandwidth.least_ns(job.bytes(), now_ns));
+        if (now_ns - probed_ns_ < PROBE_NS || now_ns + WAKE_NS + least_ns > ticket.deadline_ns) return false;
+        probed_ns_ = now_ns;
+        return true;
+    }
+
+    // Costs leave out the time that a thread was kept from its core; where that happens all the time, it is less of a worker.
+    double stretch(int64_t now_ns) const noexcept {
+        const double kept = stretch_kept(now_ns);
+        return std::clamp((took_ns_ * kept + STRETCH_PRIOR_NS) / (expected_ns_ * kept + STRETCH_PRIOR_NS), 1.0, STRETCH_MAX);
+    }
+
+    void learn_stretch(double expected_ns, int64_t took_ns, int64_t now_ns) noexcept {
+        const double kept = stretch_kept(now_ns);
+        stretched_ns_ = now_ns;
+        expected_ns_ = expected_ns_ * kept + expected_ns;
+        took_ns_ = took_ns_ * kept + static_cast<double>(took_ns);
+    }
+
+    double stretch_kept(int64_t now_ns) const noexcept {
+        return std::exp(-static_cast<double>(std::max<int64_t>(0, now_ns - stretched_ns_)) / static_cast<double>(STRETCH_NS));
+    }
+
     int64_t running_ns(int64_t now_ns) const noexcept {
         const int64_t waking_ns = waking_since_ > 0 ? std::max<int64_t>(0, waking_since_ + wake_ns_ - now_ns) : 0;
         return std::max<int64_t>(0, in_flight_ends_ns_ - in_flight_ * now_ns) + workers_ * waking_ns;
@@ -150,6 +185,8 @@ private:
     const int workers_;
     int64_t in_flight_ = 0, in_flight_ends_ns_ = 0;
     int64_t waking_since_ = 0, wake_ns_ = WAKE_NS;
+    int64_t probed_ns_ = 0, stretched_ns_ = 0;
+    double expected_ns_ = 0, took_ns_ = 0;
     std::atomic<int64_t> end_ns_{0};
 };
 

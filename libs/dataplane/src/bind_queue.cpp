@@ -73,6 +73,7 @@ void bind_queue(py::module_& module) {
         .def_property_readonly("submitted_ns", [](const TicketDoor& door) { return door.ticket->submitted_ns.load(); })
         .def_property_readonly("started_ns", [](const TicketDoor& door) { return door.ticket->started_ns.load(); })
         .def_property_readonly("finished_ns", [](const TicketDoor& door) { return door.ticket->finished_ns.load(); })
+        .def_property_readonly("busy_ns", [](const TicketDoor& door) { return door.ticket->busy_ns.load(); })
         .def_property_readonly("predicted_ns", [](const TicketDoor& door) { return door.ticket->told_ns; })
         .def_property_readonly("ended", &TicketDoor::ended)
         .def_property_readonly("cancelled", [](const TicketDoor& door) { return door.ticket->ended() && door.ticket->state() != State::complete; })

@@ -36,8 +36,11 @@ public:
             if (at + away < ROW_CLASSES && known[at + away].samples > 0) return known[at + away].row_ns;
             if (at - away >= 0 && known[at - away].samples > 0) return known[at - away].row_ns;
         }
-        return seeds_.line_ns[static_cast<size_t>(tier)] * static_cast<double>(lines(row_bytes));
+        return seed_ns(tier, row_bytes);
     }
+
+    // Of a row, before anything was learnt.
+    double seed_ns(Tier tier, int64_t row_bytes) const noexcept { return seeds_.line_ns[static_cast<size_t>(tier)] * static_cast<double>(lines(row_bytes)); }
 
     void learn(Tier tier, int64_t row_bytes, int64_t rows, int64_t ns) noexcept {
         if (rows <= 0) return;

@@ -107,6 +107,7 @@ public:
             if (leave(claim.ticket)) ticket.stopped = true;
         }
         const int64_t now = now_ns();
+        ticket.busy_ns += now - claim.began_ns;
         admission_.finishes(ticket, claim.last - claim.first, claim.began_ns, claim.ends_ns, now);
         const bool claimed_wholly = ticket.next_unit == ticket.job.units;
         if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;

@@ -291,7 +291,7 @@ private:
         if (part.over || part.call->over()) return;
         Call& call = *part.call;
         call.fault = why.fault;
-        if (why.fault == Fault::refused) call.refusal = why;
+        if (why.reason != Reason::none) call.refusal = why;
         part.unavailable |= why.fault == Fault::unavailable;
         part.tried |= bit(part.owner);
         reactor_->forget(part.timer);

@@ -118,6 +118,7 @@ public:
     const int64_t deadline_ns;
     int32_t tenant = 0;  // index; 0: nobody in particular
     std::atomic<int64_t> submitted_ns{0}, started_ns{0}, finished_ns{0};  // 0: not yet
+    std::atomic<int64_t> busy_ns{0};  // of all workers, in its pieces
     int64_t told_ns = 0;  // its finish as it was predicted when it was admitted; 0: it was not
 
     // Guarded by the queue's mutex while the ticket is open. Claimed pieces always run to their end, so that once it has

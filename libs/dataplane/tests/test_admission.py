@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, ResourceExhausted
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, Ticket, Tier
-from treadle.dataplane.admission import NO_DEADLINE, Bandwidth, Costs, Work, judge
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, Tenants, Ticket, Tier
+from treadle.dataplane.admission import NO_DEADLINE, Bandwidth, Costs, Reason, Verdict, Work, judge
 from treadle.dataplane.extension import native_module
+from treadle.dataplane.fallback_admission import PROBE_NS, WAKE_NS, Admission, QueueOptions, Size
 
 SECONDS = 20.0  # no wait here comes near it unless something is broken
 TRIES = 50  # for what must be caught while a long ticket runs
@@ -76,6 +77,7 @@ def test_a_ticket_that_fits_is_admitted_and_says_when_it_should_be_done(make_que
     ticket = submit(queue, Deadline.after(1.0))
     assert ticket.wait(SECONDS)
     assert ticket.submitted_ns < ticket.predicted_ns < ticket.submitted_ns + 1_000_000_000
+    assert 0 < ticket.busy_ns <= ticket.finished_ns - ticket.started_ns
 
 
 def test_nobody_is_admitted_who_would_make_an_admitted_ticket_late(make_queue: MakeQueue) -> None:
@@ -110,6 +112,8 @@ def test_a_queue_without_admission_takes_what_will_be_late(make_queue: MakeQueue
 
 def test_a_hint_runs_only_while_nothing_with_a_deadline_waits(make_queue: MakeQueue) -> None:
     queue = make_queue(piece_rows=64)
+    total = queue.reserve("kv", 0, 1.0).left_bytes_per_second
+    queue.reserve("kv", int(total * 0.89), SECONDS)  # so slow that a busy machine is in time
     hints = []
     for _ in range(TRIES):
         long = start_long(queue, Deadline(0))
@@ -258,6 +262,30 @@ def test_with_one_worker_an_admitted_set_meets_every_deadline(now_ns: int, asked
     for work in admitted:
         finish_ns += work.work_ns
         assert finish_ns <= work.deadline_ns
+
+
+def test_an_idle_queue_tries_again_what_a_bad_moment_made_look_dear() -> None:
+    admission = Admission(
+        QueueOptions(1, 8, 1024, 100_000, fifo=False, admits=True, hints_max=8), Tenants(implementation="python").ledger
+    )
+    size, now_ns = Size(1024, 1024, 1, 320), 10**9
+    cheap_ns = int(admission.costs.seed_ns(Tier.MEMORY, 320) * 1024)
+    admission.costs.learn(Tier.MEMORY, 320, 1024, 1000 * cheap_ns)
+
+    def ask(at_ns: int, window_ns: int) -> Verdict:
+        work = admission.reckon(size, at_ns + window_ns, at_ns)
+        return admission.ask(size, work, [], 0, idle=True, now_ns=at_ns)
+
+    window_ns = 3 * cheap_ns + WAKE_NS
+    first = ask(now_ns, window_ns)
+    assert not first.fault
+    assert first.predicted_finish_ns > now_ns + window_ns, "it says so, all the same"
+    assert ask(now_ns + 1, window_ns).reason == Reason.LATE, "one at a time"
+    assert not ask(now_ns + PROBE_NS, window_ns).fault
+    assert ask(now_ns + 2 * PROBE_NS, cheap_ns // 2).reason == Reason.LATE, "not even at the costs that it began with"
+    work = admission.reckon(size, now_ns + 3 * PROBE_NS + window_ns, now_ns + 3 * PROBE_NS)
+    busy = admission.ask(size, work, [], 0, idle=False, now_ns=now_ns + 3 * PROBE_NS)
+    assert busy.reason == Reason.LATE, "others would pay for it"
 
 
 def test_a_cost_is_learnt_from_pieces_and_one_odd_piece_does_not_spoil_it() -> None:

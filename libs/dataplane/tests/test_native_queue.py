@@ -46,11 +46,12 @@ def test_a_ticket_starts_and_ends_while_a_busy_python_thread_keeps_the_gil() -> 
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_queue_and_workers_run_clean_under(sanitizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stress", ["queue_stress", pytest.param("socket_stress", marks=pytest.mark.slow)])
+def test_native_threads_run_clean_under(sanitizer: str, stress: str, tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    source, program = Path(__file__).with_name("queue_stress.cpp"), tmp_path / "queue_stress"
+    source, program = Path(__file__).with_name(f"{stress}.cpp"), tmp_path / stress
     flags = [
         "-std=c++20",
         "-O1",

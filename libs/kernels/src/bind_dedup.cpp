@@ -38,7 +38,6 @@ void spread(const Array<uint8_t>& fetched, const Array<int32_t>& inverse, Array<
 }  // namespace
 
 void bind_dedup(py::module_& module) {
-    module.attr("DEDUP_ROWS_MAX") = tk::DEDUP_ROWS_MAX;
     module.def("unique_rows", &unique_rows, exact("rows"), exact("unique"), exact("inverse"));
     module.def("spread", &spread, exact("fetched"), exact("inverse"), exact("out"));
 }

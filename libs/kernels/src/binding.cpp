@@ -7,6 +7,7 @@
 
 #include "../include/treadle/kernels/crc32c.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
+#include "../include/treadle/kernels/flush.hpp"
 #include "../include/treadle/kernels/guard.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
 #include "arrays.hpp"
@@ -18,8 +19,6 @@ void bind_dedup(py::module_& module);
 void bind_prefetch(py::module_& module);
 
 namespace {
-
-using Mask = std::optional<Array<bool>>;
 
 template <typename T>
 std::vector<T> copied(const Array<T>& array) {
@@ -59,30 +58,39 @@ private:
     tk::HashPlanView view_;
 };
 
-tk::WindowsView windows_view(const Plan& plan, const Array<int64_t>& tokens, const Array<int32_t>& starts,
-                             const Array<int64_t>& lookback, const Mask& dead, const Mask& lookback_dead) {
-    require(tokens.ndim() == 1 && starts.ndim() == 1 && starts.size() >= 1 && lookback.ndim() == 2, "windows");
-    require(lookback.shape(0) == starts.size() - 1 && lookback.shape(1) >= plan.view().order_max - 1, "lookback");
-    require(starts.data()[starts.size() - 1] == tokens.size(), "starts");
-    require(!dead || dead->size() == tokens.size(), "dead");
-    require(!lookback_dead || lookback_dead->size() == lookback.size(), "lookback_dead");
-    return {tokens.data(), tokens.size(), starts.data(), lookback.shape(0), lookback.data(), lookback.shape(1),
-            dead ? dead->data() : nullptr, lookback_dead ? lookback_dead->data() : nullptr};
+constexpr int64_t DONE = -1, UNREADABLE = -2, REFUSED = -3, UNKNOWN_TOKEN = -4;
+constexpr int64_t HOLD_ROWS = 32;  // one token: too short to let go of the GIL, which a busy Python thread gives back only after 5 ms
+
+py::array borrowed(const py::object& array) { return py::reinterpret_borrow<py::array>(array); }
+
+const bool* mask_of(const py::object& mask) { return mask.is_none() ? nullptr : static_cast<const bool*>(borrowed(mask).data()); }
+
+// The arrays of a `Windows`, which checked their values; nullopt if they are others, or reach back less far than the plan.
+std::optional<tk::WindowsView> windows_view(const Plan& plan, const py::object& tokens_object, const py::object& starts_object,
+                                            const py::object& lookback_object, const py::object& dead, const py::object& lookback_dead) {
+    if (!is_exact<int64_t>(tokens_object) || !is_exact<int32_t>(starts_object) || !is_exact<int64_t>(lookback_object)) return std::nullopt;
+    const py::array tokens = borrowed(tokens_object), starts = borrowed(starts_object), lookback = borrowed(lookback_object);
+    if (tokens.ndim() != 1 || starts.ndim() != 1 || starts.size() < 1 || lookback.ndim() != 2) return std::nullopt;
+    const auto* const bounds = static_cast<const int32_t*>(starts.data());
+    const int64_t requests = starts.size() - 1;
+    if (lookback.shape(0) != requests || lookback.shape(1) < plan.view().order_max - 1 || bounds[requests] != tokens.size()) return std::nullopt;
+    const auto fits = [](const py::object& mask, int64_t size) { return mask.is_none() || (is_exact<bool>(mask) && borrowed(mask).size() == size); };
+    if (!fits(dead, tokens.size()) || !fits(lookback_dead, lookback.size())) return std::nullopt;
+    return tk::WindowsView{static_cast<const int64_t*>(tokens.data()), tokens.size(), bounds, requests,
+                           static_cast<const int64_t*>(lookback.data()), lookback.shape(1), mask_of(dead), mask_of(lookback_dead)};
 }
 
-bool row_ids(const Plan& plan, const Array<int64_t>& tokens, const Array<int32_t>& starts, const Array<int64_t>& lookback,
-             const Mask& dead, const Mask& lookback_dead, Array<int64_t>& out) {
-    const tk::WindowsView windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
-    require(out.size() == tokens.size() * plan.columns(), "out");
+int64_t row_ids(const Plan& plan, const py::object& tokens, const py::object& starts, const py::object& lookback, const py::object& dead,
+                const py::object& lookback_dead, Array<int64_t>& out) {
+    const auto windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
+    if (!windows) return REFUSED;
+    require(out.size() == windows->token_count * plan.columns(), "out");
     int64_t* const rows = out.mutable_data();
     const py::gil_scoped_release released;
-    if (!tk::tokens_in_range(plan.view(), windows)) return false;
-    tk::hash_rows(plan.view(), windows, 0, windows.token_count, rows);
-    return true;
+    if (!tk::tokens_in_range(plan.view(), *windows)) return UNKNOWN_TOKEN;
+    tk::hash_rows(plan.view(), *windows, 0, windows->token_count, rows);
+    return DONE;
 }
-
-constexpr int64_t DONE = -1, UNREADABLE = -2, REFUSED = -3;
-constexpr int64_t HOLD_ROWS = 32;  // one token: too short to let go of the GIL, which a busy Python thread gives back only after 5 ms
 
 // Runs `act` without the GIL, unless it takes some microseconds only.
 template <class F>
@@ -95,9 +103,8 @@ auto without_gil(int64_t rows, F&& act) {
 // Checks its arrays itself: with small batches that is what the time goes into.
 int64_t gather_rows(const py::object& table_object, const py::object& rows_object, const py::object& out_object) {
     if (!is_exact<uint8_t>(table_object) || !is_exact<int64_t>(rows_object) || !is_exact<uint8_t>(out_object, true)) return REFUSED;
-    const auto table = py::reinterpret_borrow<py::array>(table_object);
-    const auto rows = py::reinterpret_borrow<py::array>(rows_object);
-    auto out = py::reinterpret_borrow<py::array>(out_object);
+    const py::array table = borrowed(table_object), rows = borrowed(rows_object);
+    py::array out = borrowed(out_object);
     if (table.ndim() != 2 || out.ndim() != rows.ndim() + 1 || !std::equal(rows.shape(), rows.shape() + rows.ndim(), out.shape())) return REFUSED;
     const int64_t row_count = table.shape(0);
     const int64_t row_bytes = table.shape(1);
@@ -114,21 +121,23 @@ int64_t gather_rows(const py::object& table_object, const py::object& rows_objec
     });
 }
 
-constexpr int64_t UNKNOWN_TOKEN = 0;
-
-int64_t lookup(const Plan& plan, const Array<uint8_t>& table, const Array<int64_t>& tokens, const Array<int32_t>& starts,
-            const Array<int64_t>& lookback, const Mask& dead, const Mask& lookback_dead, Array<uint8_t>& out) {
-    const tk::WindowsView windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
-    require(table.ndim() == 2 && table.shape(0) >= plan.rows_hashed(), "table");
-    require(out.size() == tokens.size() * plan.columns() * table.shape(1), "out");
-    const auto* const source = reinterpret_cast<const std::byte*>(table.data());
-    auto* const target = reinterpret_cast<std::byte*>(out.mutable_data());
+int64_t lookup(const Plan& plan, const py::object& table_object, const py::object& tokens, const py::object& starts,
+               const py::object& lookback, const py::object& dead, const py::object& lookback_dead, const py::object& out_object) {
+    const auto windows = windows_view(plan, tokens, starts, lookback, dead, lookback_dead);
+    if (!windows || !is_exact<uint8_t>(table_object) || !is_exact<uint8_t>(out_object, true)) return REFUSED;
+    const py::array table = borrowed(table_object);
+    py::array out = borrowed(out_object);
+    if (table.ndim() != 2 || table.shape(0) < plan.rows_hashed() || out.ndim() != 3) return REFUSED;
     const int64_t row_bytes = table.shape(1);
+    if (row_bytes < tk::ROW_BYTES_MIN || row_bytes > tk::ROW_BYTES_MAX) return REFUSED;
+    if (out.shape(0) != windows->token_count || out.shape(1) != plan.columns() || out.shape(2) != row_bytes) return REFUSED;
+    const auto* const source = static_cast<const std::byte*>(table.data());
+    auto* const target = static_cast<std::byte*>(out.mutable_data());
     const auto bytes = static_cast<size_t>(table.size());
-    return without_gil(windows.token_count * plan.columns(), [&]() -> int64_t {
-        if (!tk::tokens_in_range(plan.view(), windows)) return UNKNOWN_TOKEN;
+    return without_gil(windows->token_count * plan.columns(), [&]() -> int64_t {
+        if (!tk::tokens_in_range(plan.view(), *windows)) return UNKNOWN_TOKEN;
         const bool read = tk::guarded(source, bytes, [&] {
-            tk::lookup(plan.view(), windows, 0, windows.token_count, source, row_bytes, target);
+            tk::lookup(plan.view(), *windows, 0, windows->token_count, source, row_bytes, target);
         });
         return read ? DONE : UNREADABLE;
     });
@@ -160,23 +169,32 @@ std::optional<uint32_t> crc32c(const Array<uint8_t>& data, uint32_t crc) {
     return after;
 }
 
+int flush(const Array<uint8_t>& data) {
+    const auto* const bytes = reinterpret_cast<const std::byte*>(data.data());
+    const auto size = static_cast<size_t>(data.size());
+    const py::gil_scoped_release released;
+    return static_cast<int>(tk::flush(bytes, size));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, module) {
     module.attr("DONE") = DONE;
     module.attr("UNREADABLE") = UNREADABLE;
     module.attr("REFUSED") = REFUSED;
+    module.attr("UNKNOWN_TOKEN") = UNKNOWN_TOKEN;
     py::class_<Plan>(module, "Plan")
         .def(py::init<int, const Array<int32_t>&, int, const Array<uint64_t>&, const Array<int64_t>&, const Array<int64_t>&, int64_t,
                       int64_t, std::optional<Array<int32_t>>, int64_t>());
-    module.def("row_ids", &row_ids, py::arg("plan"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
-               exact("lookback_dead"), exact("out"));
+    module.def("row_ids", &row_ids, py::arg("plan"), py::arg("tokens"), py::arg("starts"), py::arg("lookback"), py::arg("dead"),
+               py::arg("lookback_dead"), exact("out"));
     module.def("gather_rows", &gather_rows, py::arg("table"), py::arg("rows"), py::arg("out"));
-    module.def("lookup", &lookup, py::arg("plan"), exact("table"), exact("tokens"), exact("starts"), exact("lookback"), exact("dead"),
-               exact("lookback_dead"), exact("out"));
+    module.def("lookup", &lookup, py::arg("plan"), py::arg("table"), py::arg("tokens"), py::arg("starts"), py::arg("lookback"),
+               py::arg("dead"), py::arg("lookback_dead"), py::arg("out"));
     module.def("dequantise", &dequantise, py::arg("values"), py::arg("scales"), py::arg("dim"), py::arg("block"), py::arg("scale"), exact("rows"),
                exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
+    module.def("flush", &flush, exact("data"));
     bind_dedup(module);
     bind_prefetch(module);
 }

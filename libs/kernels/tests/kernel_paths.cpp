@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../include/treadle/kernels/crc32c.hpp"
+#include "../include/treadle/kernels/dedup.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
 
@@ -135,6 +136,25 @@ void compare_dequantised_formats() {
     }
 }
 
+void compare_batches_without_repeats() {
+    for (const int64_t count : {0, 1, 7, 2048, 2049, 9000}) {  // around where the table of ids leaves the stack
+        const auto size = static_cast<size_t>(count);
+        std::vector<int64_t> rows(size), unique(size);
+        std::vector<int32_t> inverse(size);
+        for (auto& row : rows) row = static_cast<int64_t>(random_words() % 500) << 20;
+        const int64_t found = unique_rows(rows.data(), count, unique.data(), inverse.data());
+        require(0 <= found && found <= std::min<int64_t>(count, 500), "unique_rows");
+        for (size_t i = 0; i < size; ++i) require(unique[static_cast<size_t>(inverse[i])] == rows[i], "inverse");
+        std::vector<std::byte> fetched(static_cast<size_t>(found) * 20), out(size * 20);
+        for (auto& byte : fetched) byte = static_cast<std::byte>(random_words());
+        spread(fetched.data(), 20, inverse.data(), count, out.data());
+        for (size_t i = 0; i < size; ++i) {
+            const auto* row = fetched.data() + inverse[i] * 20;
+            require(std::equal(row, row + 20, out.data() + i * 20), "spread");
+        }
+    }
+}
+
 void compare_checksums() {
     std::vector<std::byte> data(40'000);
     for (auto& byte : data) byte = static_cast<std::byte>(random_words());
@@ -160,6 +180,7 @@ int main() {
     }
     for (int64_t row_bytes = 16; row_bytes <= 4096; row_bytes += row_bytes < 400 ? 1 : 97) compare_gathers(row_bytes);
     compare_gathers(4096);
+    compare_batches_without_repeats();
     compare_checksums();
     compare_dequantised_formats();
     std::printf("same: plain baseline%s%s%s\n", detail::cpu_has_avx2() ? " avx2" : "", detail::cpu_has_avx512() ? " avx512" : "",

@@ -104,6 +104,11 @@ def test_no_id_fits_an_empty_table(kernels: ModuleType) -> None:
         gathered(kernels, empty, np.zeros(1, dtype=np.int64))
 
 
+def test_both_names_of_a_64_bit_type_are_the_same_to_us(kernels: ModuleType) -> None:
+    rows = np.array([3, 1, 2], dtype=np.longlong)
+    assert (gathered(kernels, TABLE, rows) == TABLE[[3, 1, 2]]).all()
+
+
 ROWS, OUT = np.zeros(3, dtype=np.int64), np.zeros((3, 64), dtype=np.uint8)
 MISALIGNED = np.frombuffer(bytes(25), dtype=np.uint8)[1:].view(np.int64)
 

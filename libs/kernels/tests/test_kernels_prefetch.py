@@ -73,6 +73,12 @@ def test_a_calibration_is_bounded_and_is_what_gathers_use_from_then_on(native: M
     assert (out == TABLE[rows]).all()
 
 
+def test_a_calibration_may_only_tell(native: ModuleType) -> None:
+    native.set_prefetch_rows(3)
+    assert calibrate_prefetch(TABLE, seconds=0.01, use=False).distance in prefetch.DISTANCES
+    assert native.prefetch_rows() == 3
+
+
 def test_no_time_leaves_the_default(native: ModuleType) -> None:
     native.set_prefetch_rows(3)
     assert calibrate_prefetch(TABLE, seconds=0.0).distance == DEFAULT == native.prefetch_rows()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +16,16 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from engram_pool.adapters.door_metrics import DoorMetrics
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.mooncake_callers import Callers
+from engram_pool.adapters.mooncake_opening import open_mooncake_door
+from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.native_doors import NativeDoors, open_native_doors
 from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.adapters.ring_metrics import RingMetrics
 from engram_pool.adapters.row_stores import RowStores
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
+from engram_pool.adapters.segment_places import DaxPlaces, FilePlaces, host_id
 from engram_pool.adapters.tenant_metrics import TenantMetrics
 from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.agent import serve_agent
@@ -31,21 +35,24 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Doors
+from engram_pool.domain.ports import Door, Doors
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubber
 from engram_pool.domain.table_reading import TableReading
-from engram_pool.domain.tenancy import NoReserve
+from engram_pool.domain.tenancy import Bandwidth, NoReserve
 from engram_pool.membership import Membership
 from engram_pool.server import STATUS, EngramPoolServer, register
 from engram_pool.settings import Settings, Tier, VerifyOnStart
 from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
-from treadle.chassis.settings import WrongSetting, load_settings
+from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.contract import InvalidArgument, TreadleError, Unavailable
 from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
+from treadle.kernels.dax import dax_facts
+from treadle.kernels.dax_space import DaxSpace
+from treadle.kernels.numa import check_policy
 
 PROGRAM = "treadle-engram-pool"
 logger = logging.getLogger("engram_pool")
@@ -74,6 +81,7 @@ class _Parts:
     scrubber: Scrubber
     membership: Membership
     doors: Doors
+    bandwidth: Bandwidth
 
     def listen(self, settings: Settings) -> None:
         """Open the native doors, once versions are there to be found."""
@@ -107,11 +115,12 @@ async def serve(settings: Settings) -> int:
             asyncio.create_task(parts.scrubber.run_forever()),
         ]
         try:
-            code = await run_service(
-                "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
-                build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
-                key_digests=frozenset(tenants.tokens),
-            )  # fmt: skip
+            async with _mooncake_door(settings, parts.pool, registry, Callers(tenants, parts.bandwidth)):
+                code = await run_service(
+                    "engram-pool", settings, partial(register, pool_server=parts.server), area="engram", status=STATUS, registry=registry,
+                    build_version=build_version(), on_ready=parts.membership.begin, on_drain=parts.drain,
+                    key_digests=frozenset(tenants.tokens),
+                )  # fmt: skip
             served = True
             return code
         finally:
@@ -149,8 +158,10 @@ def _row_stores(settings: Settings, *, in_memory: bool) -> RowStores:
 
 
 def _put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> _Parts:
-    open_peers = partial(open_peer_version, key=read_key(settings.peer_key_file), tls_root_file=settings.peer_tls_root_file)
-    meters, store = PrometheusMeters(registry), SegmentFolder(settings.segment_dir)
+    key = read_key(settings.peer_key_file)
+    keys = dict.fromkeys(settings.peer_list, key) if key is not None else {}  # shown to peers of ours, to nobody a caller names
+    open_peers = partial(open_peer_version, keys=keys, tls_root_file=settings.peer_tls_root_file)
+    meters, store = PrometheusMeters(registry), _store(settings)
     doors, queue = open_native_doors(
         workers=settings.door_threads, tickets_max=settings.door_requests_max, admission=settings.door_admission, tenants=tenants,
         stores=partial(_row_stores, settings, in_memory=store.in_memory),
@@ -163,7 +174,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
-        partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers,
+        partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers, open_store,
     )  # fmt: skip
     pool.repair_with(Repairs(store, meters, loader.open_source, open_peers, peers=settings.peer_list).mend)
     bandwidth = queue or NoReserve()
@@ -171,6 +182,7 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
+    meters.observe_device(store.device_nodes)
     meters.observe_scrubber(scrubber)
     meters.observe_directory(directory)
     TenantMetrics(registry, tenants, queue)
@@ -181,7 +193,39 @@ def _put_together(settings: Settings, registry: CollectorRegistry, compute: Comp
     )  # fmt: skip
     RingMetrics(registry, doors)
     DoorMetrics(registry, doors)
-    return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors)
+    return _Parts(pool, server, scrubber, Membership(settings, pool, directory), doors, bandwidth)
+
+
+def _store(settings: Settings) -> SegmentFolder:
+    if settings.dax_device is None:
+        if settings.numa:
+            check_policy(settings.numa)
+        return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
+    facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
+    space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    try:
+        return SegmentFolder(settings.segment_dir, DaxPlaces(space))
+    except BaseException:
+        space.close()
+        raise
+
+
+@asynccontextmanager
+async def _mooncake_door(settings: Settings, pool: Pool, registry: CollectorRegistry, callers: Callers) -> AsyncIterator[None]:
+    """The mooncake door, where it is asked for, open."""
+    if not settings.mooncake_listen:
+        yield
+        return
+    host, port = split_address(settings.mooncake_listen)
+    door = await open_mooncake_door(
+        pool, registry, host=host, port=port, protocol=settings.mooncake_protocol, slots=settings.mooncake_slots,
+        direct=settings.mooncake_direct, callers=callers,
+    )  # fmt: skip
+    pool.add_door(Door("mooncake", door.address))
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(door.close)
 
 
 def build_version() -> str:

@@ -1,4 +1,4 @@
-"""`treadle pool`: load, list, promote, verify and remove tables of a running pool.
+"""`treadle pool`: load, list, promote, verify, remove, push and pull tables of a running pool.
 
 Owns words, tables and progress bars; the work is the pool's, reached through the SDK. Errors are TreadleError: the `treadle`
 command prints them and exits with 1.
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engram_pool.load_options import PROFILES, read_limited, roles, template, tokenizer_beside
+from engram_pool.load_options import PROFILES, read_limited, roles, share, template, tokenizer_beside
 from engram_pool.load_turn import in_turn
 from engram_pool.terminal import (
     VERSION_DIGITS,
@@ -28,6 +28,7 @@ from engram_pool.terminal import (
     print_line,
     print_loaded,
     print_promoted,
+    print_pushed,
     print_table,
     progress_bar,
     size_text,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from treadle.client import Fabric
     from treadle.client.engram.pool_types import ResidentModel
 
-app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify and remove tables of a running pool.")
+app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify, remove, push and pull tables of a running pool.")
 
 Pool = Annotated[str, typer.Option("--pool", envvar="TREADLE_POOL", help="Address of the pool, host:port.")]
 KeyFile = Annotated[
@@ -48,6 +49,9 @@ KeyFile = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Name = Annotated[str, typer.Argument(help="Name of the model.")]
 Version = Annotated[str, typer.Argument(help="Version, or its first digits; none: the current one.")]
+StoredName = Annotated[str, typer.Argument(metavar="NAME[@VERSION]", help="Name of the model, and version.")]
+Store = Annotated[str, typer.Option("--store", envvar="TREADLE_STORE", help="Master of the Mooncake Store, host:port.")]
+StoreProtocol = Annotated[str, typer.Option("--protocol", help="What the bytes move by: tcp or rdma.")]
 DEFAULT_POOL = "127.0.0.1:7401"
 
 
@@ -75,6 +79,14 @@ def load(
         str, typer.Option(help="What U8 rows of a checkpoint without a manifest hold: nf4 or int4; none: as its config.json says.")
     ] = "",
     seed: Annotated[int, typer.Option(min=0, help="Seed of random rows.")] = 0,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", metavar="HOST:PORT", help="A pool that holds the version NAME, whole or in parts.")
+    ] = None,
+    version: Annotated[str, typer.Option(help="Version at the peers, all digits; none: the current one.")] = "",
+    owners: Annotated[str, typer.Option(help="Names of all owners, by commas: keep only what --owner owns of the tables.")] = "",
+    owner: Annotated[str, typer.Option(help="Which of --owners this pool is.")] = "",
+    replicas: Annotated[int, typer.Option(min=1, help="Owners of each stretch of rows.")] = 1,
+    stretch_rows: Annotated[int, typer.Option(min=0, help="Rows of a stretch, at most; 0: as many as suit the table.")] = 0,
     keep_previous: Annotated[
         bool | None, typer.Option(help="Keep the version that is current now; without either: kept where --grown is given.")
     ] = None,
@@ -82,16 +94,23 @@ def load(
     api_key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, or random rows."""
-    if [grown is not None, checkpoint is not None, random].count(True) != 1:
-        raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH and --random")
+    """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, other pools' or random rows."""
+    if [grown is not None, checkpoint is not None, random, bool(peers)].count(True) != 1:
+        raise InvalidArgument("give one of --grown FOLDER, --checkpoint PATH, --peer HOST:PORT and --random")
+    if peers and (not name or manifest or profile or tokenizer or token_map):
+        raise InvalidArgument("peers bring manifest and token map: give the model's name, and leave those options out")
+    if version and not peers:
+        raise InvalidArgument("--version names a version at peers; other sources make theirs")
+    placement = share(owners, owner, replicas, stretch_rows)
+    if placement is not None and grown is not None:
+        raise InvalidArgument("a grown memory is kept whole: leave --owners out")
     if (names or row_dtype) and checkpoint is None:
         raise InvalidArgument("--map and --row-dtype are about tensors of a checkpoint; grown and random rows have none")
     if grown is not None and (manifest or profile or tokenizer or token_map):
         raise InvalidArgument("a grown folder brings its own manifest and token map: leave those options out")
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:
         tokenizer = tokenizer_beside(checkpoint, manifest)
-    model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None else (None, None)
+    model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None and not peers else (None, None)
     if model is None and random:
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
     keep = grown is not None if keep_previous is None else keep_previous
@@ -99,14 +118,16 @@ def load(
     with _fabric(pool, api_key_file) as fabric, progress_bar("loading") as report:
         if grown is not None:
             ask = partial(fabric.engram.load_grown, grown.absolute(), name or None)
+        elif peers:
+            ask = partial(fabric.engram.load_peers, peers, name, version or None, placement=placement)
         elif checkpoint is not None:
             ask = partial(
                 fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []),
-                name=name if model is None else "", row_dtype=row_dtype,
+                name=name if model is None else "", row_dtype=row_dtype, placement=placement,
             )  # fmt: skip
         else:
             assert model is not None
-            ask = partial(fabric.engram.load_random, model, ids, seed=seed)
+            ask = partial(fabric.engram.load_random, model, ids, seed=seed, placement=placement)
         loaded, seconds = in_turn(partial(ask, keep_previous=keep, progress=report))
     print_loaded(loaded, seconds, as_json)
 
@@ -208,6 +229,38 @@ def list_owners(
 
 
 @app.command()
+def push(
+    name: StoredName, store: Store, replicas: Annotated[int, typer.Option(min=1, help="Store nodes that keep each object.")] = 2,
+    part_mib: Annotated[int, typer.Option(min=64, max=1024, help="Size of an object, MiB; a multiple of 4.")] = 64,
+    replace: Annotated[bool, typer.Option("--replace", help="Remove objects that are there already.")] = False,
+    protocol: StoreProtocol = "tcp", pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Push a version of this host's pool into a Mooncake Store, pinned, and read all of it back. Needs Mooncake here."""
+    from treadle.client.engram.mooncake_push import PushOptions
+
+    begun, (model, digits) = time.monotonic(), _name_and_digits(name)
+    options = PushOptions(replicas, part_mib << 20, replace)
+    with _fabric(pool, api_key_file) as fabric, progress_bar("pushing") as report:
+        full = _full_version(fabric, model, digits)
+        pushed = fabric.engram.push_store(store, model, full, options=options, protocol=protocol, progress=report)
+    print_pushed(pushed, store, time.monotonic() - begun, as_json)
+
+
+@app.command()
+def pull(
+    name: StoredName, store: Store, protocol: StoreProtocol = "tcp",
+    keep_previous: Annotated[bool, typer.Option(help="Keep the version that is current now.")] = True,
+    pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Have the pool load a version from a Mooncake Store, checksums and version compared; without a version, what was pushed last."""
+    model, version = _name_and_digits(name)
+    with _fabric(pool, api_key_file) as fabric, progress_bar("pulling") as report:
+        ask = partial(fabric.engram.load_store, store, model, version or None, protocol=protocol)
+        loaded, seconds = in_turn(partial(ask, keep_previous=keep_previous, progress=report))
+    print_loaded(loaded, seconds, as_json)
+
+
+@app.command()
 def reserve(
     name: Annotated[str, typer.Argument(help="Who asks; the same name again replaces the reserve.")],
     rate: Annotated[str, typer.Argument(help="Bandwidth to keep free: bytes a second, or with K, M, G; 0 gives it back.")],
@@ -236,7 +289,9 @@ def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Jso
     figures = {
         "address": pool, "pid": now.pid, "build_version": now.build_version, "proto_version": now.proto_version,
         "segment_dir": str(now.segment_dir), "table_bytes": now.table_bytes, "table_bytes_max": now.table_bytes_max,
-        "page_bytes": now.page_bytes, "draining": now.draining,
+        "page_bytes": now.page_bytes, "draining": now.draining, "scrub_chunks_checked": now.scrub.chunks_checked,
+        "scrub_chunks_bad": now.scrub.chunks_bad, "scrub_chunks_repaired": now.scrub.chunks_repaired,
+        "scrub_pass_ended_at_seconds": now.scrub.pass_ended_at_seconds,
     }  # fmt: skip
     if as_json:
         print_json(figures | {"tenants": [asdict(tenant) for tenant in now.tenants]})
@@ -246,6 +301,14 @@ def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Jso
         print_table(columns, [tenant_line(tenant) for tenant in now.tenants], empty="")
     if now.draining:
         raise typer.Exit(1)
+
+
+def _name_and_digits(text: str) -> tuple[str, str]:
+    """NAME or NAME@VERSION as its parts. Raises InvalidArgument."""
+    name, at, digits = text.partition("@")
+    if not name or (at and not digits):
+        raise InvalidArgument(f"NAME or NAME@VERSION, got {text!r}")
+    return name, digits
 
 
 def _full_version(fabric: Fabric, name: str, digits: str) -> str:

@@ -16,9 +16,11 @@ import typer
 
 from treadle.contract import EngramModel, Family, InvalidArgument, NotFound
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX
+from treadle.contract.placement import Spread
 
 if TYPE_CHECKING:
     from engram_pool.domain.ports import TokenMap
+    from treadle.client.engram.pool_types import OwnerShare
 
 PROFILES = ("smollm2-demo",)  # manifests that treadle.nn knows
 CONFIG_BYTES_MAX = 4 << 20
@@ -109,6 +111,20 @@ def _treadle_nn() -> Iterator[None]:
         raise NotFound(
             f"token maps are made by treadle-nn, which is not installed ({error.name}): pip install treadle-nn"
         ) from error
+
+
+def share(owners: str, owner: str, replicas: int, stretch_rows: int) -> OwnerShare | None:
+    """The part of the tables to keep; None: all. Raises InvalidArgument."""
+    if not owners and not owner:
+        return None
+    if not owners or not owner:
+        raise InvalidArgument("--owners and --owner go together: all names, and the one of this pool")
+    from treadle.client.engram.pool_types import OwnerShare
+
+    names = tuple(part.strip() for part in owners.split(",") if part.strip())
+    if owner not in names:
+        raise InvalidArgument(f"--owner: one of {', '.join(names)}, got {owner!r}")
+    return OwnerShare(owner, Spread(names, replicas, stretch_rows))
 
 
 def roles(names: list[str]) -> dict[str, str]:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from engram_pool.adapters.owner_peers import follow_peers
+from engram_pool.adapters.peer_pools import read_key
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.presence import Presence
 from engram_pool.settings import Settings
-from treadle.chassis.server import read_key_file
 from treadle.client.endpoint import Endpoint
 from treadle.contract import Unavailable
 
@@ -85,9 +85,8 @@ async def _keep_going(what: str, work: Callable[[], Awaitable[None]]) -> None:
 
 
 def _peer(settings: Settings, address: str) -> Endpoint:
-    """Another owner, called with the first of our own keys: the owners of a fabric have theirs in common."""
-    key = None if settings.api_key_file is None else read_key_file(settings.api_key_file, "api_key_file")[0]
-    return Endpoint(address, key, settings.peer_tls_root_file)
+    """Another owner, called as every peer is."""
+    return Endpoint(address, read_key(settings.peer_key_file), settings.peer_tls_root_file)
 
 
 def _redis(url: str, directory: Directory) -> RedisDirectory:

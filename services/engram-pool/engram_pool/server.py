@@ -18,7 +18,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import PIECE_BYTES, Gathering
 from engram_pool.domain.held_rows import Share
 from engram_pool.domain.loading import Loader, LoadOrder
-from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source
+from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder
 from engram_pool.domain.pool import Listed, Pool
 from engram_pool.domain.ports import Ranges
 from engram_pool.domain.progress import Progress
@@ -252,11 +252,13 @@ def _load_order(request: pb.LoadTableRequest) -> LoadOrder:
         if not request.grown.path:
             raise InvalidArgument("grown.path: a folder on the pool's host")
         source = GrownOrder(Path(request.grown.path), request.grown.name)
+    elif request.WhichOneof("source") == "store":
+        source = _store_order(request.store)
     elif request.WhichOneof("source") == "peers":
         asked = request.peers
         source = PeerOrder(tuple(asked.endpoints), asked.ref.model, asked.ref.version)
     else:
-        raise InvalidArgument("source: checkpoint, random, grown or peers")
+        raise InvalidArgument("source: checkpoint, random, grown, peers or store")
     return LoadOrder(source, request.manifest_json, request.token_map, request.keep_previous, _share(request))
 
 
@@ -278,6 +280,12 @@ def _held(held: Ranges | None) -> list[pb.RowRange]:
     """None: all; a pool that holds none says [0, 0)."""
     ranges = () if held is None else held or ((0, 0),)
     return [pb.RowRange(first=first, last=last) for first, last in ranges]
+
+
+def _store_order(source: pb.StoreSource) -> StoreOrder:
+    if not source.master or not source.ref.model:
+        raise InvalidArgument("store: master (host:port) and the name of a model")
+    return StoreOrder(source.master, source.protocol or "tcp", source.ref.model, source.ref.version)
 
 
 def _models(listing: Sequence[Listed]) -> list[pb.Model]:

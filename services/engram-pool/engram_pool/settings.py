@@ -12,9 +12,14 @@ from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
 
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
+RING_NAME = "ring"
 
 
-RING_NAME = "ring"  # beside the segments
+class Storage(StrEnum):
+    """Where segments lie."""
+
+    SHM = "shm"
+    DAX = "dax"
 
 
 class Tier(StrEnum):
@@ -23,6 +28,13 @@ class Tier(StrEnum):
     AUTO = "auto"
     MEMORY = "memory"
     DISK = "disk"
+
+
+class MooncakeProtocol(StrEnum):
+    """What Mooncake moves rows by."""
+
+    TCP = "tcp"
+    RDMA = "rdma"
 
 
 class VerifyOnStart(StrEnum):
@@ -42,6 +54,22 @@ class Settings(ServerSettings):
     """Address of /metrics, host:port; port 0 takes a free one."""
     segment_dir: Path = Path(f"/dev/shm/treadle-{os.getuid()}")
     """Folder of the segments: ours alone, on tmpfs for speed. Readers map what lies here."""
+    storage: Storage = Storage.SHM
+    """shm: files below segment_dir; dax: regions of dax_device, with small files and locks below segment_dir."""
+    dax_device: Path | None = None
+    """A character device /dev/daxX.Y, or a file of fixed size (fsdax, famfs). The pool takes all of it."""
+    dax_bytes: int = 0
+    """Bytes of a device whose size sysfs does not tell; 0: sysfs tells it."""
+    dax_sysfs_root: Path = Path("/sys")
+    """Where kind, size and alignment of a device are looked up."""
+    dax_host: str = ""
+    """Name of this host in the device's directory; empty: its machine id."""
+    dax_shared: bool = False
+    """Other hosts read this device: what is removed stays on it until a take-over. Said by the host that loads."""
+    dax_take_over: bool = False
+    """Make this host the owner of what another one loaded, and reuse what was removed: no other host uses the device any more."""
+    numa: str = ""
+    """Memory nodes of the tables: local (that of the loading thread), interleave, node:N; empty: as the kernel likes. For storage shm."""
     table_bytes_max: int = 0
     """Most bytes of segments; 0: as much as the file system holds."""
     verify_on_start: VerifyOnStart = VerifyOnStart.HEADERS
@@ -51,7 +79,7 @@ class Settings(ServerSettings):
     peers: str = ""
     """Other pools that may hold the same versions, host:port, separated by commas: damaged chunks are repaired from them first."""
     peer_key_file: Path | None = None
-    """File whose first line is the key that is shown to peers, for repairs and loads; none: no key."""
+    """File whose first line is the key that is shown to `peers`, and to no other pool that a load names; none: no key."""
     peer_tls_root_file: Path | None = None
     """PEM roots that vouch for peers; none: they are spoken to without TLS."""
     warm_bytes_per_second: int = 0
@@ -109,6 +137,14 @@ class Settings(ServerSettings):
     reap_grace_seconds: float = 30.0
     """After a start, how long replaced versions stay without readers: those who held them by HoldModel hold them again."""
 
+    mooncake_listen: str = ""
+    """Address of the mooncake door, host:port, the host one by which clients reach this machine; empty: no such door."""
+    mooncake_protocol: MooncakeProtocol = MooncakeProtocol.TCP
+    """tcp or rdma."""
+    mooncake_slots: int = 16
+    """Slots of 4 MiB into which rows are gathered for Mooncake to read; when all are lent, callers are told to try again."""
+    mooncake_direct: bool = True
+    """Register whole tables, so that a few rows are read without asking; over rdma that pins them: needs ulimit -l unlimited."""
     owner: str = "pool"
     """Name of this pool among the owners of a fabric, as in placements."""
     owners: str = ""
@@ -159,6 +195,10 @@ class Settings(ServerSettings):
 
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
+        if not 1 <= self.mooncake_slots <= 1024:
+            raise WrongSetting(f"mooncake_slots is 1 to 1024, got {self.mooncake_slots}")
+        if self.mooncake_listen:
+            self._check_mooncake_listen()
         if self.table_bytes_max < 0:
             raise WrongSetting(f"table_bytes_max is >= 0, got {self.table_bytes_max}")
         if not 0 <= self.versions_kept_max <= 64:
@@ -167,15 +207,22 @@ class Settings(ServerSettings):
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
         if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
             raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
+        if (self.storage is Storage.DAX) != (self.dax_device is not None):
+            raise WrongSetting("storage dax and dax_device go together: give both or none")
+        if self.numa and self.storage is Storage.DAX:
+            raise WrongSetting("numa is for storage shm: a device's memory lies on the device's own node")
+        if self.dax_bytes < 0:
+            raise WrongSetting(f"dax_bytes is >= 0, got {self.dax_bytes}")
         for peer in self.peer_list:
             if ":" not in peer:
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
         if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
             raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
+        knows_keys = self.api_key_file is not None or self.tenants_file is not None
         for address in self.socket_addresses:
-            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and self.api_key_file is None:
+            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and not knows_keys:
                 raise WrongSetting(
-                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file, or listen on 127.0.0.1"
+                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file or tenants_file, or listen on 127.0.0.1"
                 )
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
@@ -221,3 +268,10 @@ class Settings(ServerSettings):
             raise WrongSetting("owners and redis_url: the directory is a list or in Redis; give one of them")
         if self.advertise:
             split_address(self.advertise)
+
+    def _check_mooncake_listen(self) -> None:
+        host, _ = split_address(self.mooncake_listen)
+        if host in ("0.0.0.0", "[::]", "::"):
+            raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
+        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
+            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")

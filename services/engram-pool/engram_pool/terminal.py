@@ -14,6 +14,7 @@ import typer
 from treadle.contract import InvalidArgument
 
 if TYPE_CHECKING:
+    from treadle.client.engram.mooncake_push import Pushed
     from treadle.client.engram.pool_types import Progress, Promoted, ResidentModel, TenantStatus
     from treadle.contract.owners import Owner
 
@@ -63,6 +64,20 @@ def print_promoted(promoted: Promoted, as_json: bool) -> None:
     else:
         print_line(
             f"{now.model.name}: {now.version[:VERSION_DIGITS]} is current now; {before[:VERSION_DIGITS] or 'no version'} was before"
+        )
+
+
+def print_pushed(pushed: Pushed, store: str, seconds: float, as_json: bool) -> None:
+    """What a push left in the store."""
+    if as_json:
+        print_json({
+            "model": pushed.model, "version": pushed.version, "store": store, "bytes": pushed.bytes, "objects": pushed.objects,
+            "replicas": pushed.replicas, "seconds": round(seconds, 3),
+        })  # fmt: skip
+    else:
+        print_line(
+            f"{pushed.model} {pushed.version[:VERSION_DIGITS]}: {size_text(pushed.bytes)} in {pushed.objects} objects, "
+            f"{pushed.replicas} replicas each, read back, {seconds:.1f} s"
         )
 
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from prometheus_client import CollectorRegistry
 
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
+from engram_pool.adapters.mooncake_rows import open_store
 from engram_pool.adapters.peer_pools import open_peer_version
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
@@ -86,6 +88,19 @@ def eventually() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
             await asyncio.sleep(0.01)
 
     return wait
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """`free_port()`: one that nobody listens on now."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return find
 
 
 # -- models -----------------------------------------------------------------------------------------------------------------
@@ -339,7 +354,7 @@ async def _serve(
     )  # fmt: skip
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=checkpoint_dir),
-        partial(open_grown, allowed_folder=checkpoint_dir), open_peer_version,
+        partial(open_grown, allowed_folder=checkpoint_dir), open_peer_version, open_store,
     )  # fmt: skip
     if repairs:
         pool.repair_with(Repairs(store, meters, loader.open_source, open_peer_version, peers=peers).mend)

@@ -224,8 +224,8 @@ def test_a_checkpoint_brings_its_own_tokenizer_or_the_refusal_says_what_to_give(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("load",), "one of --grown FOLDER, --checkpoint PATH and --random"),
-        (("load", "--random", "--checkpoint", "x"), "one of --grown FOLDER, --checkpoint PATH and --random"),
+        (("load",), "one of --grown FOLDER, --checkpoint PATH, --peer HOST:PORT and --random"),
+        (("load", "--random", "--checkpoint", "x"), "one of --grown FOLDER, --checkpoint PATH, --peer HOST:PORT and --random"),
         (("load", "--random"), "need --manifest"),
         (("load", "--random", "--map", "a=b"), "tensors of a checkpoint"),
         (("load", "--random", "--profile", "smollm2-demo"), "needs --tokenizer"),
@@ -316,3 +316,48 @@ def test_a_grown_memory_takes_another_name_and_replaces_where_that_is_asked(run:
     with pytest.raises(NotFound, match=r"card\.json is missing"):
         run("load", "--grown", spoilt)
     assert {model["model"] for model in document(run("ls", "--json"))} == {"bible"}
+
+
+def test_a_pool_loads_from_another_and_an_owner_its_part(
+    run: Run, manifest: Path, process: Process, start_pool: StartPool, tmp_path: Path
+) -> None:
+    loaded = document(run("load", "--random", "--manifest", manifest, "--seed", "3", "--json"))
+    with start_pool(tmp_path / "other") as other:
+
+        def on_other(*words: str) -> Any:
+            result = CliRunner().invoke(app, [*words, "--pool", other.address])
+            if isinstance(result.exception, TreadleError):
+                raise result.exception
+            return result
+
+        copied = document(on_other("load", "ple", "--peer", "127.0.0.1:9", "--peer", process.address, "--json"))
+        assert (copied["version"], copied["segment_bytes"]) == (loaded["version"], loaded["segment_bytes"])
+        spread = ("--owners", "a,b,c", "--owner", "b", "--replicas", "2")
+        part = document(on_other("load", "ple", "--peer", process.address, *spread, "--json"))
+        assert part["version"] == loaded["version"]
+        assert other.fabric.engram.describe("ple").segments[0].held
+        again = document(on_other("load", "ple", "--peer", process.address, "--version", loaded["version"], "--json"))
+        assert again["version"] == loaded["version"]
+        assert not other.fabric.engram.describe("ple").segments[0].held
+        status = document(on_other("status", "--json"))
+        assert status["scrub_chunks_bad"] == status["scrub_chunks_repaired"] == 0
+        with pytest.raises(NotFound):
+            on_other("load", "elsewhere", "--peer", process.address)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--peer", "h:1"), "give the model's name"),
+        (("ple", "--peer", "h:1", "--random"), "give one of"),
+        (("ple", "--random", "--version", "ab"), "--version names"),
+        (("ple", "--peer", "h:1", "--owners", "a,b"), "go together"),
+        (("ple", "--peer", "h:1", "--owners", "a,b", "--owner", "c"), "one of a, b"),
+        (("ple", "--peer", "h:1", "--owners", "a,b", "--owner", "a", "--replicas", "3"), "replicas"),
+        (("--grown", "/x", "--owners", "a,b", "--owner", "a"), "kept whole"),
+    ],
+)
+def test_peers_and_owners_that_make_no_sense_are_refused_before_a_call(words: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["load", *words, "--pool", "127.0.0.1:9"])
+    assert isinstance(result.exception, InvalidArgument)
+    assert message in str(result.exception)

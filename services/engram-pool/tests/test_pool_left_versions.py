@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engram_pool.adapters import segment_folder, version_files
 from engram_pool.adapters.host_memory import available_memory_bytes
+from engram_pool.adapters.segment_places import SegmentPlaces
 from engram_pool.domain.ports import StoredVersion
 from treadle.contract import EngramModel
 from treadle.engram.v1 import engram_pool_pb2 as pb
@@ -47,10 +48,10 @@ async def test_a_version_that_the_system_cannot_read_now_is_left_and_served_by_t
         await served.load(demo, token_map)
     whole = version_files.map_version
 
-    def fails_once(path: Path) -> StoredVersion:
+    def fails_once(path: Path, places: SegmentPlaces) -> StoredVersion:
         if path.name in (first, current):
             raise OSError(24, "Too many open files")
-        return whole(path)
+        return whole(path, places)
 
     monkeypatch.setattr(segment_folder, "map_version", fails_once)
     async with serve() as served:

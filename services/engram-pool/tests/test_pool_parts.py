@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from engram_pool.adapters.peer_pools import open_peer_version, read_key
 from engram_pool.domain.row_sources import RandomRows
 from treadle.client.engram.pool_types import OwnerShare
 from treadle.contract import EngramModel, InvalidArgument, RowLayout
@@ -169,8 +171,6 @@ async def test_a_row_of_another_owner_is_refused_and_nothing_reads_as_zeros(pool
 
 
 async def served_open(served: Served, model: str, transport: str) -> None:
-    import asyncio
-
     handle = await asyncio.to_thread(lambda: served.fabric.engram.open(model, transport=transport))
     handle.close()
 
@@ -275,8 +275,6 @@ async def test_table_bytes_are_read_out_as_they_lie(pools: Any, wide: EngramMode
 
 
 async def test_the_sdk_loads_shares_and_peers(pools: Any, wide: EngramModel) -> None:
-    import asyncio
-
     async with pools(2) as (first, second):
         share = OwnerShare("a", Spread(OWNERS, 6, 10_000))
         loaded = await asyncio.to_thread(lambda: first.fabric.engram.load_random(wide, seed=7, placement=share))
@@ -297,3 +295,17 @@ async def test_an_owner_of_no_row_says_so_and_gathers_nothing(pools: Any, ple: E
         assert await held_of(served, "ple") == [(0, 0)]  # nothing at all would mean every row
         request = pb.GatherRequest(ref=pb.ModelRef(model="ple"), rows=bytes(8))
         assert (await served.failure(served.stub.Gather(request)))[0] is grpc.StatusCode.OUT_OF_RANGE
+
+
+def test_a_key_is_shown_to_the_peers_that_it_is_for_and_to_nobody_a_caller_names(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret\nanother line\n")
+    key = read_key(tmp_path / "key")
+    assert key == "secret"
+    with closing(open_peer_version(["ours:1", "stranger:1"], "m", "", keys={"ours:1": key})) as peers:
+        shown = {endpoint: fabric.engram._endpoint.metadata for endpoint, fabric in peers._fabrics.items()}
+    assert shown == {"ours:1": (("authorization", "Bearer secret"),), "stranger:1": ()}
+    assert read_key(None) is None
+    (tmp_path / "key").write_text("\n")
+    for path in (tmp_path / "key", tmp_path / "none"):
+        with pytest.raises(InvalidArgument, match="peer_key_file"):
+            read_key(path)

@@ -14,6 +14,7 @@ import pytest
 from treadle.contract import EngramModel, RowLayout
 from treadle.contract.families import qwen_ple_model
 from treadle.contract.warm_state import WarmState
+from treadle.kernels.numa import nodes
 
 if TYPE_CHECKING:
     from tests.conftest import Process, StartPool
@@ -41,7 +42,7 @@ def warm_state(process: Process) -> WarmState:
 def test_pool_and_reader_are_warm_after_a_while_and_usable_before(
     start_pool: StartPool, shm_folder: Path, wide: EngramModel, until: Until
 ) -> None:
-    with start_pool(shm_folder, "--keep-segments", "false") as process:
+    with start_pool(shm_folder, "--keep-segments", "false", "--numa", "interleave") as process:
         loaded = process.fabric.engram.load_random(wide)
         until(lambda: warm_state(process) is WarmState.WARM, "the pool's pages are entered")
         assert metric(process, "treadle_engram_warm_bytes") == loaded.segment_bytes
@@ -50,6 +51,8 @@ def test_pool_and_reader_are_warm_after_a_while_and_usable_before(
             before = handle.gather(0, np.arange(16).reshape(1, 16))  # whatever is entered by now
             until(lambda: handle.warm_state is WarmState.WARM, "the reader's pages are entered")
             assert np.array_equal(handle.gather(0, np.arange(16).reshape(1, 16)), before)
+        node_bytes = sum(metric(process, f'treadle_engram_node_bytes{{node="{node}"}}') for node in nodes())
+        assert node_bytes in (0, pytest.approx(loaded.segment_bytes, rel=0.01))  # 0: the kernel does not tell
         with process.fabric.engram.open("wide", transport="rpc") as handle:
             assert handle.warm_state is WarmState.UNKNOWN
         with process.fabric.engram.open("wide", transport="local") as handle:

@@ -21,6 +21,7 @@ class EngramTransport(StrEnum):
     LOCAL = "local"
     SOCKET = "socket"
     RPC = "rpc"
+    MOONCAKE = "mooncake"
     OFF = "off"
 
 

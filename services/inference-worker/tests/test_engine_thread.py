@@ -97,6 +97,9 @@ class FailingObserver:
     def ended(self, outcome: str) -> None:
         """Counts nothing."""
 
+    def hinted(self, tokens: int) -> None:
+        """Counts nothing."""
+
 
 async def test_nobody_waits_for_a_thread_that_failed_and_it_goes_on(
     tiny: CausalLM, tiny_vocabulary: Vocabulary, prompt: Prompt

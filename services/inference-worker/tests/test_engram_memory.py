@@ -253,6 +253,9 @@ class DeadPool:
     def finish(self) -> None:
         """Nothing was started."""
 
+    def hint(self, handle: Any, windows: Windows) -> int:
+        return 0
+
     def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
         return {}
 

@@ -20,8 +20,8 @@ MESSAGE_BYTES_MAX = 8 << 20  # answers come in messages of at most 1 MiB; a toke
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted service is found again within a second
-    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a restarted service is found again as soon as it listens: channels of a process
+    ("grpc.max_reconnect_backoff_ms", 200),  # share their backoff, so that a new one would wait for the patience of an old one
 ]
 
 

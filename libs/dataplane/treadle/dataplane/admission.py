@@ -106,7 +106,11 @@ class Costs:
         known = self._known.get((tier, _class(_lines(row_bytes), LINE_CLASSES)), {})
         at = _class(rows, ROW_CLASSES)
         near = min(known, key=lambda size: (abs(size - at), -size), default=None)  # pieces of a like size cost alike
-        return known[near][0] if near is not None else self._line_ns[tier] * _lines(row_bytes)
+        return known[near][0] if near is not None else self.seed_ns(tier, row_bytes)
+
+    def seed_ns(self, tier: int, row_bytes: int) -> float:
+        """Of a row, before anything was learnt."""
+        return self._line_ns[tier] * _lines(row_bytes)
 
     def piece_ns(self, tier: int, row_bytes: int, rows: int) -> float:
         """What a piece of `rows` costs."""
@@ -195,10 +199,10 @@ def measure_copy_bandwidth() -> int:
 
 
 def refusal(verdict: Verdict, what: str, now_ns: int, deadline_ns: int) -> TreadleError:
-    """The error that a refused caller gets; `what` names the queue and its limits."""
+    """The error that a refused caller gets. what: names the queue; now_ns: when it was submitted"""
     retry_seconds = verdict.retry_after_ns / 1e9 if verdict.retry_after_ns else None
     if verdict.reason == Reason.LATE:
-        finish, left = (verdict.predicted_finish_ns - now_ns) / 1e9, (deadline_ns - now_ns) / 1e9
+        finish, left = max(0, verdict.predicted_finish_ns - now_ns) / 1e9, (deadline_ns - now_ns) / 1e9
         return DeadlineExceeded(
             f"{what}: refused at once: it would be done in {finish * 1e3:.3f} ms, its deadline is {left * 1e3:.3f} ms ahead; "
             "give it more time, ask for less, or try another owner",

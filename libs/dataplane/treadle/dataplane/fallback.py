@@ -43,7 +43,7 @@ class Ticket:
         self.job: _Job | None = job  # None once it has ended: the arrays are let go of
         self.size, self.units = job.size, job.size.units
         self.work, self.predicted_ns, self.expected_ns = Work(deadline_ns, 0, 0), 0, 0  # expected: later tickets included
-        self.submitted_ns = self.started_ns = self.finished_ns = 0
+        self.submitted_ns = self.started_ns = self.finished_ns = self.busy_ns = 0
         self.next_unit = self.pieces_in_flight = 0
         self.lost_from = job.size.units  # first unit of the earliest piece that raised; all units: none did
         self.cancelled = False
@@ -317,6 +317,7 @@ class Engine:
             now_ns = time.monotonic_ns()
             self._pieces_total += 1
             self._busy_ns += now_ns - start_ns
+            ticket.busy_ns += now_ns - start_ns
             self._admission.finishes(ticket.size, units, start_ns, ends_ns, now_ns, faulty=bool(ticket.fault))
             ticket.pieces_in_flight -= 1
             if ticket.pieces_in_flight == 0 and not ticket.queued:

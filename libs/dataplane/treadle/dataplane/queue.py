@@ -256,6 +256,11 @@ class Ticket:
         return self._ticket.predicted_ns
 
     @property
+    def busy_ns(self) -> int:
+        """What its pieces have taken so far, all workers together: its service time, without the waits between them."""
+        return self._ticket.busy_ns
+
+    @property
     def done(self) -> bool:
         """Nothing more will be written to `out`: all rows are there, unless `cancelled`."""
         return self._ticket.ended

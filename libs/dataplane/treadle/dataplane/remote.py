@@ -128,8 +128,8 @@ class RemoteTicket:
         native = self._native
         if native.fault == Fault.NOT_FOUND:
             return Unavailable("lookup: no owner has this version any more; open the model again")
-        if native.fault == Fault.REFUSED and native.reason:
-            verdict = Verdict(Fault.REFUSED, native.predicted_finish_ns, native.retry_after_ns, Reason(native.reason))
+        if native.fault in (Fault.REFUSED, Fault.LATE) and native.reason:
+            verdict = Verdict(native.fault, native.predicted_finish_ns, native.retry_after_ns, Reason(native.reason))
             return refusal(verdict, "lookup at its owner", self.submitted_ns, self.deadline.at_ns)
         return error_of(native.fault, "lookup")
 

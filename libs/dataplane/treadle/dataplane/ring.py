@@ -7,7 +7,6 @@ map the tables. Who may connect is for the server: its own user, root, users it 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -146,9 +145,9 @@ class RingCall:
     def _error(self) -> TreadleError:
         what = f"ring {self._client.path}"
         predicted_ns, retry_ns, reason = self._native.refusal()
-        if self._native.fault == Fault.REFUSED and reason:
-            verdict = rule.Verdict(Fault.REFUSED, predicted_ns, retry_ns, reason)
-            return rule.refusal(verdict, what, time.monotonic_ns(), self.deadline.at_ns)
+        if self._native.fault in (Fault.REFUSED, Fault.LATE) and reason:
+            verdict = rule.Verdict(self._native.fault, predicted_ns, retry_ns, reason)
+            return rule.refusal(verdict, what, self.submitted_ns, self.deadline.at_ns)
         return error_of(self._native.fault, what)
 
 

@@ -115,8 +115,10 @@ class SocketServer:
                 self._paths.append(Path(place))
                 Path(place).chmod(UNIX_MODE)
             listener.listen(_BACKLOG)
-        except OSError as error:
+        except BaseException as error:
             listener.close()
+            if not isinstance(error, OSError):
+                raise
             raise Unavailable(f"socket: cannot listen on {address}: {error.strerror or error}") from error
         return listener
 

@@ -8,6 +8,8 @@ UNREADABLE: int
 """A page of the table could not be read (SIGBUS); what was written to `out` is undefined."""
 REFUSED: int
 """An argument is not what is documented; nothing was read or written."""
+UNKNOWN_TOKEN: int
+"""A token id that is not dead is not below the plan's limit; nothing was read or written."""
 
 class Plan:
     """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
@@ -34,8 +36,8 @@ def row_ids(
     dead: NDArray[np.bool_] | None,
     lookback_dead: NDArray[np.bool_] | None,
     out: NDArray[np.int64],
-) -> bool:
-    """False, with `out` untouched, if a token id is out of range."""
+) -> int:
+    """DONE, or with `out` untouched UNKNOWN_TOKEN or REFUSED."""
 
 def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> int:
     """DONE, UNREADABLE, REFUSED, or with `out` untouched the flat position of the first id out of range. Checks its arguments itself."""
@@ -50,7 +52,7 @@ def lookup(
     lookback_dead: NDArray[np.bool_] | None,
     out: NDArray[np.uint8],
 ) -> int:
-    """DONE, UNREADABLE, or with `out` untouched 0 if a token id is out of range."""
+    """DONE, UNREADABLE, or with `out` untouched UNKNOWN_TOKEN or REFUSED. Checks its arguments itself."""
 
 def dequantise(
     values: int, scales: int, dim: int, block: int, scale: float, rows: NDArray[np.uint8], out: NDArray[np.float32]
@@ -60,8 +62,7 @@ def dequantise(
 def crc32c(data: NDArray[np.uint8], crc: int) -> int | None:
     """None: a page could not be read."""
 
-DEDUP_ROWS_MAX: int
-
+def flush(data: NDArray[np.uint8]) -> int: ...
 def unique_rows(rows: NDArray[np.int64], unique: NDArray[np.int64], inverse: NDArray[np.int32]) -> int:
     """U: how much of `unique` [n] was written. Raises MemoryError."""
 

@@ -26,12 +26,14 @@ _plans: WeakKeyDictionary[HashPlan, _native.Plan] = WeakKeyDictionary()
 
 def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
     """Row ids [T, C] int64 of every token; see `reference.row_ids`."""
-    arguments.check_windows(plan, windows)
     out = arguments.row_ids_out(plan, windows, out)
-    if not _native.row_ids(
+    state = _native.row_ids(
         _native_plan(plan), windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
-    ):
+    )
+    if state != _native.DONE:
+        arguments.check_windows(plan, windows)
         arguments.check_tokens(plan, windows)  # finds it again and names it
+        raise _not_read("tokens, starts, lookback, dead, lookback_dead")
     return out
 
 
@@ -44,14 +46,15 @@ def gather_rows(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[
 
 def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDArray[np.uint8]) -> None:
     """Hash and gather in one pass; see `reference.lookup`."""
-    arguments.check_lookup_shapes(plan, table, windows, out)
     state = _native.lookup(
         _native_plan(plan), table, windows.tokens, windows.starts, windows.lookback, windows.dead, windows.lookback_dead, out
     )
+    if state == _native.DONE:
+        return
     if state == _native.UNREADABLE:
         raise arguments.unreadable("table")
-    if state != _native.DONE:
-        arguments.check_tokens(plan, windows)  # finds it again and names it
+    arguments.check_lookup(plan, table, windows, out)  # finds it again and names it
+    raise _not_read("table, out and the arrays of windows")
 
 
 def dequantise(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -97,7 +100,14 @@ def _gather_error(state: int, table: NDArray[np.uint8], rows: NDArray[np.int64],
     if state == _native.UNREADABLE:
         return arguments.unreadable("table")
     arguments.check_gather_shapes(table, rows, out)  # names what is wrong
-    return InvalidArgument("table, rows, out: arrays of uint8, int64 and uint8 in this machine's own types expected")
+    return _not_read("table, rows, out")
+
+
+def _not_read(names: str) -> InvalidArgument:
+    """For arrays that numpy calls equal in type and the native door does not know: an alias, a foreign byte order."""
+    return InvalidArgument(
+        f"{names}: arrays of this machine's own types expected; make them with np.ascontiguousarray(array, dtype)"
+    )
 
 
 def _native_plan(plan: HashPlan) -> _native.Plan:

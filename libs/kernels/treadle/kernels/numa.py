@@ -16,7 +16,7 @@ from pathlib import Path
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Unavailable
 
-__all__ = ["Policy", "bind", "nodes", "place"]
+__all__ = ["Policy", "bind", "check_policy", "nodes", "place"]
 
 SYSFS = Path("/sys")
 NODES_MAX = 1024  # of a Linux kernel (MAX_NUMNODES); also the bits of the mask handed to it
@@ -67,6 +67,11 @@ def bind(address: int, length: int, policy: Policy, on: Sequence[int] = (), *, m
     )  # fmt: skip
     if failed:
         raise _refused(ctypes.get_errno(), policy, on)
+
+
+def check_policy(policy: str, sysfs: Path = SYSFS) -> None:
+    """Raise InvalidArgument unless `place` would know this policy on this machine."""
+    _wanted(policy, nodes(sysfs))
 
 
 def place(address: int, length: int, policy: str, sysfs: Path = SYSFS) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
+from treadle.kernels.numa import place
 
 HUGE_PAGE_BYTES = 2 << 20  # x86-64 and arm64 with 4 KiB base pages
 MEMORY_FILE_SYSTEMS = ("tmpfs", "hugetlbfs")
@@ -74,6 +75,16 @@ class FileBytes:
         if self._mapping is not None:
             self._mapping.close()
             self._mapping = None
+
+
+def place_file(descriptor: int, size: int, policy: str) -> None:
+    """Say on which memory nodes a file's pages shall lie (`numa.place`), before any of them is allocated.
+
+    tmpfs keeps the policy of a shared mapping with the file, so the mapping need not last. Raises as `numa.place`.
+    """
+    with mmap.mmap(descriptor, size) as mapping:
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data  # the array goes at once: it would keep the mapping open
+        place(address, size, policy)
 
 
 def map_for_gather(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:

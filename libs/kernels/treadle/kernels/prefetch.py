@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import DataLoss, InvalidArgument, Unavailable
+from treadle.contract import InvalidArgument, Unavailable
 from treadle.kernels import arguments
 
 __all__ = ["Calibration", "calibrate_prefetch"]
@@ -29,7 +29,7 @@ PROBES = (64, 256, 1024)  # rows of the gathers that tell what one costs
 class Calibration:
     """What was measured, what was chosen, and why.
 
-    distance:                 rows ahead, now in use in this process
+    distance:                 rows ahead that are best
     default_distance:         what it is compared with
     microseconds_by_distance: median of a gather of `rows` rows, by distance; empty where nothing could be measured in time
     rows, rounds:             rows of each gather, gathers at each distance
@@ -48,11 +48,14 @@ class Calibration:
     reason: str
 
 
-def calibrate_prefetch(table: NDArray[np.uint8], *, seconds: float = CALIBRATION_SECONDS, seed: int = 0) -> Calibration:
-    """Measure the gather at several distances on random rows of `table` and use the best from now on, in the whole process.
+def calibrate_prefetch(
+    table: NDArray[np.uint8], *, seconds: float = CALIBRATION_SECONDS, seed: int = 0, use: bool = True
+) -> Calibration:
+    """Measure the gather at several distances on random rows of `table`; use the best from now on, in the whole process.
 
     table:   [N, row_bytes] uint8, C-contiguous, its pages present (a mapping that was populated): page faults would hide the rest
     seconds: bound of the whole measurement, but for the gather in progress; other threads run meanwhile
+    use:     False: only tell, change nothing
     The default stays unless another distance beats it by more than the noise. Raises InvalidArgument for the table, Unavailable
     where the native kernels were not built (numpy has no such distance), DataLoss where a page cannot be read.
     """
@@ -69,7 +72,7 @@ def calibrate_prefetch(table: NDArray[np.uint8], *, seconds: float = CALIBRATION
     def microseconds(distance: int, rows: int) -> float:
         took_ns = _native.time_gather(table, rng.integers(0, len(table), rows), out[:rows], distance)
         if took_ns < 0:
-            raise DataLoss("table: a page of it cannot be read: the file behind it was truncated, or its memory failed")
+            raise arguments.unreadable("table")
         return max(took_ns, 1) / 1e3
 
     default, rows = _native.PREFETCH_ROWS, 0
@@ -79,7 +82,8 @@ def calibrate_prefetch(table: NDArray[np.uint8], *, seconds: float = CALIBRATION
         if rows < ROWS_MIN:  # a fetch from disk, or a machine too busy to tell
             break
     found = chosen(_rounds(microseconds, rows, ends, rng) if rows >= ROWS_MIN else [], default, rows)
-    _native.set_prefetch_rows(found.distance)
+    if use:
+        _native.set_prefetch_rows(found.distance)
     return found
 
 

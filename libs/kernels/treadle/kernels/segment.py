@@ -22,6 +22,7 @@ from treadle.contract import DataLoss, InvalidArgument, NotFound
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels import crc32c
 from treadle.kernels.held import HELD_KEY, chunk_runs, chunks_in, ranges_of
+from treadle.kernels.numa_nodes import sampled_nodes
 from treadle.kernels.pages import (
     DEVICE,
     HUGE_PAGE_BYTES,
@@ -174,6 +175,11 @@ class Segment:
         if self._runs:
             self.chunk(self._runs[0][0])[:1].tobytes()
         return mapped_page_bytes(int(self.rows.ctypes.data))
+
+    def nodes(self) -> dict[int, int]:
+        """How many of some sampled pages of the rows lie on each memory node; empty for a file on disk, or where nobody tells."""
+        spans = self.spans_to_enter()
+        return sampled_nodes(max(spans, key=lambda span: span.nbytes)) if spans else {}
 
     def close(self) -> None:
         """Let go of the mapping. Arrays over it that are still held elsewhere stay valid: it goes with the last of them."""

@@ -51,6 +51,10 @@ class SegmentEncoder:
         """The chunk that the next byte belongs to."""
         return self._written // CHUNK_BYTES
 
+    def checksum(self, chunk: int) -> int:
+        """CRC32C of a chunk that came in."""
+        return self._crcs[chunk]
+
     def keeps(self, chunk: int) -> bool:
         """True if the chunk is written."""
         return bisect_right(self._edges, chunk) % 2 == 1

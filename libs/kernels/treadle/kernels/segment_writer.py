@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Table, Unavailable
 from treadle.kernels.held import checked_ranges, chunk_runs
-from treadle.kernels.pages import FileBytes
+from treadle.kernels.pages import FileBytes, place_file
 from treadle.kernels.segment_encoder import SegmentEncoder
 from treadle.kernels.segment_layout import HEADER_BYTES, Layout
 
@@ -35,13 +35,14 @@ class SegmentWriter:
 
     def __init__(
         self, path: Path, *, rows: int, row_bytes: int, token_map: NDArray[np.int32] | None = None,
-        header_bytes: int = HEADER_BYTES, held: Sequence[tuple[int, int]] | None = None,
+        header_bytes: int = HEADER_BYTES, held: Sequence[tuple[int, int]] | None = None, numa: str = "",
     ) -> None:  # fmt: skip
         """Allocate what will be written of `<path>.partial`: all of it, or what `held` touches.
 
         token_map:    [V] int32, copied
         header_bytes: room for what `publish` is given (`segment_layout.header_bytes_for`); the rows begin behind it
         held:         ranges [first, last) of the rows that this file is to hold; None: all
+        numa:         on which memory nodes, as `numa.place` says; empty: as the kernel likes
         Raises ResourceExhausted naming path and bytes if there is no room, Unavailable if someone else is writing that path,
         InvalidArgument for sizes beyond the limits.
         """
@@ -53,7 +54,7 @@ class SegmentWriter:
         self._partial = path.with_name(path.name + ".partial")
         self._descriptor: int | None = _open_alone(self._partial)
         try:
-            _allocate(self._descriptor, layout, chunk_runs(ranges, row_bytes, layout.chunks), self._partial)
+            _allocate(self._descriptor, layout, chunk_runs(ranges, row_bytes, layout.chunks), self._partial, numa)
             self._bytes = FileBytes(self._descriptor, layout.file_bytes)
         except BaseException:
             self._partial.unlink()
@@ -141,7 +142,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _allocate(descriptor: int, layout: Layout, runs: Sequence[tuple[int, int]], path: Path) -> None:
+def _allocate(descriptor: int, layout: Layout, runs: Sequence[tuple[int, int]], path: Path, numa: str) -> None:
     """Every byte that will be written, now: a write into a hole of a full tmpfs would be SIGBUS for whoever has it mapped."""
     size, space = layout.stored_bytes(runs), os.fstatvfs(descriptor)
     free = space.f_bavail * space.f_frsize
@@ -152,6 +153,8 @@ def _allocate(descriptor: int, layout: Layout, runs: Sequence[tuple[int, int]], 
     spans += [(layout.header_bytes + begin, layout.header_bytes + end) for begin, end in (layout.span(*run) for run in runs)]
     try:
         os.ftruncate(descriptor, layout.file_bytes)
+        if numa:
+            place_file(descriptor, layout.file_bytes, numa)
         for begin, end in _joined(sorted(spans)):
             os.posix_fallocate(descriptor, begin, end - begin)
     except OSError as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from treadle.contract.warm_state import WarmState
+from treadle.kernels.numa import nodes
 
 if TYPE_CHECKING:
     from engram_pool.domain.directory import Directory
@@ -91,6 +93,22 @@ class PrometheusMeters:
         )
         for state in (WarmState.COLD, WarmState.WARMING, WarmState.WARM):
             warm.labels(str(state)).set_function(partial(pool.versions_in, state))
+
+        placed = Gauge(
+            "treadle_engram_node_bytes",
+            "Bytes of segments by memory node, from a sample of pages",
+            ["node"],
+            registry=self._registry,
+        )
+        for node in nodes():
+            placed.labels(str(node)).set_function(partial(pool.node_bytes, node))
+
+    def observe_device(self, device_nodes: Mapping[str, int]) -> None:
+        """Export which nodes a DAX device belongs to, by kind: numa (nearest), target (its own); -1: not told."""
+        if device_nodes:
+            gauge = Gauge("treadle_engram_dax_node", "Memory node of the DAX device", ["kind"], registry=self._registry)
+            for kind, node in device_nodes.items():
+                gauge.labels(kind).set(node)
 
     def observe_directory(self, directory: Directory) -> None:
         """Export what `directory` knows of the owners."""

@@ -6,7 +6,7 @@ Owns the order in which pools are asked and what counts as not having the bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,12 +25,15 @@ Result = TypeVar("Result")
 class PeerPools:
     """One version at several pools, asked when something of it is needed; who answered last is asked first."""
 
-    def __init__(self, endpoints: Sequence[str], model: str, version: str, key: str | None, tls_root_file: Path | None) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], model: str, version: str, keys: Mapping[str, str], tls_root_file: Path | None
+    ) -> None:
+        """keys: by endpoint, what is shown there."""
         self._endpoints = list(dict.fromkeys(endpoints))
         if not 1 <= len(self._endpoints) <= PEERS_MAX:
             raise InvalidArgument(f"peers: 1 to {PEERS_MAX} endpoints, got {len(self._endpoints)}")
         self._fabrics = {
-            endpoint: Fabric(engram=endpoint, key=key, tls_root_file=tls_root_file, timeout_seconds=CALL_SECONDS)
+            endpoint: Fabric(engram=endpoint, key=keys.get(endpoint), tls_root_file=tls_root_file, timeout_seconds=CALL_SECONDS)
             for endpoint in self._endpoints
         }
         self._name, self._version = model, version
@@ -99,10 +102,10 @@ class PeerPools:
 
 
 def open_peer_version(
-    endpoints: Sequence[str], model: str, version: str, *, key: str | None = None, tls_root_file: Path | None = None
+    endpoints: Sequence[str], model: str, version: str, *, keys: Mapping[str, str] | None = None, tls_root_file: Path | None = None
 ) -> PeerPools:
-    """See OpenPeers."""
-    return PeerPools(endpoints, model, version, key, tls_root_file)
+    """See OpenPeers. keys: by endpoint, the key that is shown there; callers name endpoints of their own, which must not learn it."""
+    return PeerPools(endpoints, model, version, keys or {}, tls_root_file)
 
 
 def read_key(path: Path | None) -> str | None:

@@ -13,15 +13,16 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.adapters.chunk_files import restore_chunk
-from engram_pool.adapters.host_memory import file_system_type, free_bytes, is_memory
+from engram_pool.adapters.device_orphans import make_folders
+from engram_pool.adapters.host_memory import file_system_type
+from engram_pool.adapters.segment_places import FilePlaces, SegmentPlaces
 from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
     FOLDER_MODE,
@@ -46,8 +47,8 @@ CURRENT_BYTES_MAX = 4096
 class SegmentFolder:
     """The store of one pool. Made: the folder is checked, or made, and held until `close`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises InvalidArgument if the folder is not safe to use, Unavailable if another pool holds it."""
+    def __init__(self, folder: Path, places: SegmentPlaces | None = None) -> None:
+        """places: where segments lie; None: in files below `folder`. Raises InvalidArgument if the folder is not safe to use, Unavailable if another pool holds it."""
         self.folder = folder.absolute()
         _make_ours(self.folder)
         lock = hold_for_life(self.folder / POOL_LOCK_NAME)
@@ -56,7 +57,13 @@ class SegmentFolder:
         self._pool_lock = lock
         self._left: set[Path] = set()  # versions that `adopt` left as they were
         self._superseded: list[Path] = []
-        self.in_memory = is_memory(self.folder)
+        self._places: SegmentPlaces = places or FilePlaces()
+        self.in_memory = self._places.in_memory(self.folder)
+
+    @property
+    def device_nodes(self) -> Mapping[str, int]:
+        """Memory nodes of the device that segments lie on, by kind; none for files."""
+        return self._places.device_nodes
 
     def left_bytes(self) -> int:
         """Bytes of versions that `adopt` left as they were."""
@@ -78,13 +85,13 @@ class SegmentFolder:
 
     def free_bytes(self) -> int:
         """Bytes that can still be written here."""
-        return free_bytes(self.folder)
+        return self._places.free_bytes(self.folder)
 
     def stage(self) -> StagedVersion:
         """Begin a new version."""
         path = self.folder / (LOADING + secrets.token_hex(8))
         path.mkdir(FOLDER_MODE)
-        return StagedVersion(path, self._put_in_place)
+        return StagedVersion(path, self._places, self._put_in_place)
 
     def adopt(self, *, checksums: bool) -> Adopted:
         """Sweep leftovers, map what is whole, set aside what is damaged; `checksums`: compare every one.
@@ -92,6 +99,7 @@ class SegmentFolder:
         A version that cannot be read, which says nothing about its bytes, is left as it is: the next start tries again.
         """
         self._sweep()
+        make_folders(self.folder, self._places, LOADING)
         versions, corrupt, current, before = [], [], {}, {}
         for path in self._version_folders():
             try:
@@ -138,6 +146,7 @@ class SegmentFolder:
                 # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
                 trash = self._moved(stored.lock_path.parent, REMOVING)
                 self.release(stored)
+                self._places.free(trash)
                 shutil.rmtree(trash, ignore_errors=True)  # what is left is swept at the next start
         except FileNotFoundError:  # somebody deleted the files; the mapping is all that is left
             if not let_go():
@@ -159,7 +168,7 @@ class SegmentFolder:
 
         Raises DataLoss if the file is another one than is mapped, or shorter.
         """
-        restore_chunk(stored.segments[layer], chunk, data)
+        self._places.restore_chunk(stored.segments[layer], chunk, data)
 
     def set_aside(self, stored: StoredVersion) -> None:
         """Take a corrupt version out of sight; it stays mapped until `release`."""
@@ -180,6 +189,7 @@ class SegmentFolder:
                 (self.folder / POOL_LOCK_NAME).unlink()
                 with suppress(OSError):  # another pool has just begun here
                     self.folder.rmdir()
+        self._places.close()
         os.close(self._pool_lock)
 
     def _put_in_place(self, staged: Path, model: EngramModel) -> StoredVersion:
@@ -193,10 +203,10 @@ class SegmentFolder:
             self._left.discard(path)
         staged.rename(path)
         sync_folder(family)
-        return map_version(path)
+        return map_version(path, self._places)
 
     def _adopt_one(self, path: Path, *, checksums: bool) -> StoredVersion:
-        stored = map_version(path)
+        stored = map_version(path, self._places)
         log.info("version found", extra={"path": str(path), "bytes": stored.segment_bytes, "checksums": checksums})
         try:
             if checksums and stored.standing is not Standing.REMOVED:
@@ -233,9 +243,11 @@ class SegmentFolder:
         try:
             with locked_alone(path / LOCK_NAME) as alone:
                 if alone:
+                    self._places.free(path)
                     shutil.rmtree(path, ignore_errors=True)
                 return alone
         except FileNotFoundError:  # never published, so never read
+            self._places.free(path)
             shutil.rmtree(path, ignore_errors=True)
             return True
 

@@ -7,18 +7,27 @@ import os
 from pathlib import Path
 
 from engram_pool.adapters.version_locks import FILE_MODE
-from treadle.contract import DataLoss
+from treadle.contract import DataLoss, ResourceExhausted
 
 
 def write_small(path: Path, data: bytes) -> None:
-    """Write or replace a file at once: others see the old or the new content, also after a crash."""
+    """Write or replace a file at once: others see the old or the new content, also after a crash.
+
+    Raises ResourceExhausted if there is no room; what was there stays.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fchmod(descriptor, FILE_MODE)  # whatever the umask
-        os.fsync(descriptor)
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(descriptor, FILE_MODE)  # whatever the umask
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        partial.unlink(missing_ok=True)
+        raise ResourceExhausted(f"{path}: no room for {len(data)} bytes: {error.strerror}") from error
     partial.replace(path)
     sync_folder(path.parent)
 

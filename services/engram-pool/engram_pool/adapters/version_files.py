@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from engram_pool.adapters.kept_files import CARD_NAME, FUSION_NAME, KEPT_KEY, read_kept, write_kept
+from engram_pool.adapters.segment_places import SegmentPlaces, Writer
 from engram_pool.adapters.small_files import read_small, write_small
 from engram_pool.domain.origins import ORIGIN_BYTES_MAX
 from engram_pool.domain.ports import Ranges, Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, canonical_json
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA
-from treadle.kernels.segment import Segment, SegmentWriter
+from treadle.kernels.segment import Segment
 
 FOLDER_MODE = 0o750
 COMMIT_MARKER, LOCK_NAME, RETIRED_NAME, ORIGIN_NAME = "model.json", "lock", "retired", "origin.json"
@@ -28,20 +29,19 @@ SEGMENT_SCHEMA = "treadle.segment/1"
 
 
 class StagedVersion:
-    """A version being written in the folder `path`; `put_in_place` renames it to where readers find it."""
+    """A version being written in the folder `path`, its segments in `places`; `put_in_place` renames it to where readers find it."""
 
-    def __init__(self, path: Path, put_in_place: Callable[[Path, EngramModel], StoredVersion]) -> None:
-        self._path, self._put_in_place = path, put_in_place
-        self._writers: dict[int, SegmentWriter] = {}
+    def __init__(self, path: Path, places: SegmentPlaces, put_in_place: Callable[[Path, EngramModel], StoredVersion]) -> None:
+        self._path, self._places, self._put_in_place = path, places, put_in_place
+        self._writers: dict[int, Writer] = {}
         self._kept: dict[str, str] = {}  # name of a file beside the segments -> its sha256
         self._open = ExitStack()
 
     def writer(
         self, layer: int, rows: int, row_bytes: int, token_map: TokenMap | None, header_bytes: int, held: Ranges | None
-    ) -> SegmentWriter:
+    ) -> Writer:
         """Begin the table of `layer`; all that will be written of its file is allocated. Raises ResourceExhausted."""
-        path = self._path / segment_name(layer)
-        writer = SegmentWriter(path, rows=rows, row_bytes=row_bytes, token_map=token_map, header_bytes=header_bytes, held=held)
+        writer = self._places.writer(self._path, layer, rows, row_bytes, token_map, header_bytes, held)
         self._writers[layer] = self._open.enter_context(writer)
         return writer
 
@@ -67,6 +67,7 @@ class StagedVersion:
         for layer, writer in self._writers.items():
             writer.publish(common | {"layer": str(layer)})
         self._open.close()
+        self._places.seal(self._path, model)
         write_small(self._path / LOCK_NAME, b"")
         write_small(self._path / COMMIT_MARKER, manifest)
         return self._put_in_place(self._path, model)
@@ -74,10 +75,12 @@ class StagedVersion:
     def discard(self) -> None:
         """Remove what was written, unless it was committed."""
         self._open.close()
-        shutil.rmtree(self._path, ignore_errors=True)
+        if self._path.exists():
+            self._places.free(self._path)
+            shutil.rmtree(self._path, ignore_errors=True)
 
 
-def map_version(path: Path) -> StoredVersion:
+def map_version(path: Path, places: SegmentPlaces) -> StoredVersion:
     """Map the version in the folder `path/..<model>/<version>`, headers and sizes checked.
 
     Raises DataLoss if something is torn, missing or belongs to another version; InvalidArgument for a manifest of another
@@ -91,7 +94,7 @@ def map_version(path: Path) -> StoredVersion:
     with ExitStack() as opened:
         segments = {}
         for layer in model.layers:
-            segments[layer] = segment = opened.enter_context(_map_segment(path / segment_name(layer)))
+            segments[layer] = segment = opened.enter_context(places.map(path, layer))
             _check_segment(segment, model, layer)
         fusion, card_json = read_kept(path, model, [segment.metadata for segment in segments.values()])
         standing = _read_standing(path / RETIRED_NAME)
@@ -102,11 +105,6 @@ def map_version(path: Path) -> StoredVersion:
         opened.pop_all()  # the caller's from here on
     loaded_at = marker.stat().st_mtime
     return StoredVersion(model, model.version, segments, lock_path, loaded_at, standing, fusion, card_json, origin)
-
-
-def segment_name(layer: int) -> str:
-    """File name of a layer's table."""
-    return f"layer-{layer}.safetensors"
 
 
 def is_real_folder(path: Path) -> bool:
@@ -134,12 +132,6 @@ def _schema(text: bytes) -> str | None:
         return None
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     return schema if isinstance(schema, str) and schema.startswith(SCHEMA.partition("/")[0] + "/") else None
-
-
-def _map_segment(path: Path) -> Segment:
-    if path.is_symlink() or not path.is_file():
-        raise DataLoss(f"{path} is missing, or no plain file")
-    return Segment(path)
 
 
 def _check_segment(segment: Segment, model: EngramModel, layer: int) -> None:

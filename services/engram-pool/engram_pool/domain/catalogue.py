@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ class Resident:
     holds:      HoldModel calls: readers elsewhere that keep it from being freed
     keep_until: monotonic seconds before which a superseded version stays: after a restart, holds are taken again first
     page_bytes: page size in use for its mappings
+    nodes:      of its sampled pages, how many lie on each memory node
     warmth:     how far its pages are entered in this process
     """
 
@@ -36,6 +37,7 @@ class Resident:
     corrupt: bool = False
     holds: int = 0
     keep_until: float = 0.0
+    nodes: Mapping[int, int] = field(default_factory=dict)
     warmth: Warmth | None = None
     plans: dict[int, HashPlan] = field(default_factory=dict)
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_pool.domain.compute import Compute
-from engram_pool.domain.grown_rows import GrownRows, check_table
+from engram_pool.domain.grown_rows import check_table
 from engram_pool.domain.peer_rows import PeerRows
 from engram_pool.domain.ports import Meters, Ranges, Staging, TableWriter
 from engram_pool.domain.progress import Pace, Progress
-from engram_pool.domain.row_sources import BLOCK_ROWS, RowSource
+from engram_pool.domain.row_sources import BLOCK_ROWS, RowSource, RowsWithFiles
 from treadle.contract import Table
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels.held import chunk_runs, chunks_in, ranges_text
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 def bytes_needed(source: RowSource | PeerRows, held: Held) -> int:
     """Bytes that the segments of a load take, holes not counted, and what is kept beside them."""
-    kept = source.kept_bytes if isinstance(source, GrownRows | PeerRows) else 0
+    kept = source.kept_bytes if isinstance(source, RowsWithFiles) else 0
     return kept + sum(_segment_bytes(source, layer, held[layer]) for layer in source.model.layers)
 
 

@@ -62,7 +62,7 @@ def check_table(model: EngramModel, layer: int, found: Table) -> None:
     if model.tables and model.table(layer) != found:
         raise DataLoss(
             f"layer {layer}: the rows hash to {found.version}, the manifest says {model.table(layer).version}: "
-            "the folder is damaged or mixed from two"
+            "the source is damaged or mixed from two"
         )
 
 

@@ -18,12 +18,12 @@ from engram_pool.domain.derivation import derived_template
 from engram_pool.domain.grown_rows import GrownRows
 from engram_pool.domain.hash_numbers import check_hash_numbers
 from engram_pool.domain.held_rows import Share
-from engram_pool.domain.origins import GrownOrder, PeerOrder, RandomOrder, Source, origin_text
+from engram_pool.domain.origins import GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder, origin_text
 from engram_pool.domain.peer_rows import PeerRows
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Meters, OpenCheckpoint, OpenGrown, OpenPeers, VersionStore
 from engram_pool.domain.progress import Progress
-from engram_pool.domain.row_sources import RandomRows, RowSource
+from engram_pool.domain.row_sources import OpenStore, RandomRows, RowSource, RowsWithFiles
 from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError
@@ -56,9 +56,11 @@ class Loader:
         open_checkpoint: OpenCheckpoint,
         open_grown: OpenGrown,
         open_peers: OpenPeers,
+        open_store: OpenStore,
     ) -> None:
         self._pool, self._store, self._compute, self._meters = pool, store, compute, meters
         self._open_checkpoint, self._open_grown_folder, self._open_peers = open_checkpoint, open_grown, open_peers
+        self._open_store = open_store
         self._loading = Turnstile("load", "loads", 1, retry_after_seconds=5.0)  # memory and disk are the limit, not cores
 
     async def load(self, order: LoadOrder) -> AsyncGenerator[Progress | Resident, None]:
@@ -93,10 +95,11 @@ class Loader:
         """The rows of an order, but for those of peers. Raises InvalidArgument, NotFound, FingerprintMismatch, DataLoss."""
         if isinstance(order.source, PeerOrder):
             raise InvalidArgument("source: peers are asked chunk by chunk")
-        if isinstance(order.source, GrownOrder):
+        if isinstance(order.source, GrownOrder | StoreOrder):
             if order.manifest_json or order.token_map:
-                raise InvalidArgument("manifest_json, token_map: a grown folder has its own; leave them empty")
-            return self._open_grown(order.source)
+                what = "a grown folder" if isinstance(order.source, GrownOrder) else "a stored version"
+                raise InvalidArgument(f"manifest_json, token_map: {what} has its own; leave them empty")
+            return self._open_grown(order.source) if isinstance(order.source, GrownOrder) else self._open_store(order.source)
         token_map = read_token_map(order.token_map)
         model = _template(order.manifest_json) if order.manifest_json else None
         if isinstance(order.source, RandomOrder):
@@ -146,8 +149,9 @@ class Loader:
         await run(self._pool.room.check, model, bytes_needed(source, held))
         staging = await run(self._store.stage)
         try:
-            if isinstance(source, GrownRows | PeerRows):
-                self._pool.refuse_without_weights(model)
+            if isinstance(source, RowsWithFiles):
+                if model.fusion is not None and model.fusion.weights is not None:
+                    self._pool.refuse_without_weights(model)
                 await run(source.keep_files, staging)
             await run(staging.keep_origin, origin_text(order.source))
             copies = Copies(source, held, staging, self._compute, self._meters)

@@ -52,7 +52,17 @@ class PeerOrder:
     version: str
 
 
-Source = CheckpointOrder | RandomOrder | GrownOrder | PeerOrder
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """A version in a Mooncake Store, whose master is at host:port; an empty `version` is the one pushed last."""
+
+    master: str
+    protocol: str
+    model: str
+    version: str
+
+
+Source = CheckpointOrder | RandomOrder | GrownOrder | PeerOrder | StoreOrder
 
 
 def origin_text(source: Source) -> bytes:
@@ -66,6 +76,8 @@ def origin_text(source: Source) -> bytes:
             origin = {"kind": "grown", "path": str(path), "name": name}
         case PeerOrder(endpoints, model, version):
             origin = {"kind": "peers", "endpoints": list(endpoints), "model": model, "version": version}
+        case StoreOrder(master, protocol, model, version):
+            origin = {"kind": "store", "master": master, "protocol": protocol, "model": model, "version": version}
     text = json.dumps(origin).encode()
     if len(text) > ORIGIN_BYTES_MAX:
         raise InvalidArgument(f"source: its names take {len(text)} bytes, the limit is {ORIGIN_BYTES_MAX}")
@@ -86,6 +98,8 @@ def read_origin(text: bytes) -> Source | None:
                 return GrownOrder(Path(origin["path"]), str(origin["name"]))
             case "peers":
                 return PeerOrder(tuple(map(str, origin["endpoints"])), str(origin["model"]), str(origin["version"]))
+            case "store":
+                return StoreOrder(*(str(origin[name]) for name in ("master", "protocol", "model", "version")))
             case _:
                 return None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

@@ -38,6 +38,11 @@ class PeerRows:
         check_token_map(self.model, self.token_map)
 
     @property
+    def is_grown(self) -> bool:
+        """True for a grown memory, whose card and weights come too. What a checkpoint's manifest says of weights, no pool keeps."""
+        return bool(self._peers.card_json)
+
+    @property
     def kept_bytes(self) -> int:
         """Bytes of the card; weights are asked for room when they come."""
         return len(self._peers.card_json)
@@ -64,8 +69,6 @@ class PeerRows:
     def keep_files(self, staging: Staging) -> None:
         """Write fusion weights and card of a grown memory beside the tables. Raises DataLoss unless the weights are those named."""
         named = self.model.fusion and self.model.fusion.weights
-        if not self._peers.card_json:  # weights without a card are what a checkpoint's manifest names; no pool keeps them
-            return
         if named:
             found = staging.keep_fusion([self._peers.fusion()])
             if found != named:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -83,6 +84,7 @@ class Pool:
         """warmer: enters the pages of what is mapped; None: they are entered as they are touched"""
         self.draining = False
         self._doors: Doors = doors or NoDoors()
+        self._more_doors: list[Door] = []
         self._warmer = warmer
         self._mend: Mend | None = None
         self._store, self._compute, self._meters = store, compute, meters
@@ -269,7 +271,11 @@ class Pool:
     @property
     def doors(self) -> tuple[Door, ...]:
         """Native ways to the rows, the fastest first."""
-        return tuple(self._doors.open_doors)
+        return (*self._doors.open_doors, *self._more_doors)
+
+    def add_door(self, door: Door) -> None:
+        """Tell of a door that is not one of the native ones."""
+        self._more_doors.append(door)
 
     @property
     def watchers(self) -> int:
@@ -309,6 +315,14 @@ class Pool:
     def versions_in(self, state: WarmState) -> int:
         """Versions that stand so."""
         return sum(resident.warm_state is state for resident in self._catalogue.all())
+
+    def node_bytes(self, node: int) -> int:
+        """Bytes of segments in memory on a node, by a sample of their pages."""
+        total = 0
+        for resident in self._catalogue.all():
+            if sampled := sum(resident.nodes.values()):
+                total += resident.stored.segment_bytes * resident.nodes.get(node, 0) // sampled
+        return total
 
     def open_readers(self) -> int:
         """Processes that hold a version, counted once for each version, and HoldModel calls."""
@@ -397,6 +411,7 @@ class Pool:
         if resident is not None and resident.stored.held != held:
             log.info("version put in place anew, with other rows", extra={"model": model.name, "version": model.version})
             self._doors.withdraw(resident.stored)
+            resident.closing = True  # calls that read it go on; none begins
             await self._compute.run(self._store.supersede, resident.stored)
             self._catalogue.drop(resident)
             self._unmapping.append(resident)
@@ -451,6 +466,7 @@ class Pool:
             await self._release(resident)
 
     async def _release(self, resident: Resident) -> None:
+        resident.closing = True
         if resident.warmth is not None:
             resident.warmth.drop()
         await self._compute.run(self._store.release, resident.stored)
@@ -474,8 +490,8 @@ class Pool:
         return deleted
 
     async def _take_in(self, stored: StoredVersion) -> Resident:
-        pages = await self._compute.run(lambda: min(segment.page_bytes() for segment in stored.segments.values()))
-        resident = Resident(stored, stored.standing, page_bytes=pages)
+        pages, nodes = await self._compute.run(_memory_of, stored)
+        resident = Resident(stored, stored.standing, page_bytes=pages, nodes=nodes)
         await self._compute.run(self._doors.publish, stored)
         if self._warmer is not None:
             resident.warmth = self._warmer.warm([span for s in stored.segments.values() for span in s.spans_to_enter()])
@@ -508,3 +524,12 @@ def _holding(resident: Resident) -> Holding:
     segments = resident.stored.segments
     held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
     return Holding(resident.name, resident.version, held)
+
+
+def _memory_of(stored: StoredVersion) -> tuple[int, dict[int, int]]:
+    """(smallest page size in use, sampled pages by memory node)."""
+    segments = stored.segments.values()
+    nodes: Counter[int] = Counter()
+    for segment in segments:
+        nodes.update(segment.nodes())
+    return min(segment.page_bytes() for segment in segments), dict(nodes)

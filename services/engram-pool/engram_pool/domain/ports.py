@@ -66,6 +66,9 @@ class TableSegment(Protocol):
     def will_need(self, chunk: int) -> None:
         """Start reading a chunk from disk."""
 
+    def nodes(self) -> dict[int, int]:
+        """How many of some sampled pages lie on each memory node; empty for a file on disk, or where the kernel does not tell."""
+
     def check_frame(self) -> None:
         """Compare what is around the rows, and the file's size. Raises DataLoss."""
 

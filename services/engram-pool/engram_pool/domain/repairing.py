@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_pool.domain.loading import LoadOrder
-from engram_pool.domain.origins import GrownOrder, PeerOrder, Source, read_origin
+from engram_pool.domain.origins import GrownOrder, PeerOrder, Source, StoreOrder, read_origin
 from engram_pool.domain.ports import Meters, OpenPeers, StoredVersion, TableSegment, VersionStore
 from engram_pool.domain.row_sources import RowSource
 from engram_pool.domain.verification import Damaged
@@ -78,7 +78,7 @@ class Repairs:
     def _from_source(self, origin: Source, stored: StoredVersion, layer: int, chunk: int) -> Iterator[NDArray[np.uint8]]:
         segment = stored.segments[layer]
         words = b"" if segment.token_map is None else segment.token_map.astype("<i4").tobytes()
-        own = isinstance(origin, GrownOrder)  # it brings its manifest and token map
+        own = isinstance(origin, GrownOrder | StoreOrder)  # it brings its manifest and token map
         order = LoadOrder(origin, b"" if own else stored.model.template.to_json(), b"" if own else words, keep_previous=True)
         with closing(self._open_source(order)) as source:
             if source.row_count(layer) != segment.row_count or source.model.row.bytes != segment.row_bytes:

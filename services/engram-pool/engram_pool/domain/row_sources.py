@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import Rows, TokenMap
+from engram_pool.domain.origins import StoreOrder
+from engram_pool.domain.ports import Rows, Staging, TokenMap
 from treadle.contract import EngramModel, RowLayout
 from treadle.contract.row_layout import SCALE_BYTES
 
@@ -41,6 +42,24 @@ class RowSource(Protocol):
 
     def close(self) -> None:
         """Let go of files."""
+
+
+@runtime_checkable
+class RowsWithFiles(Protocol):
+    """A RowSource that may bring files to keep beside the tables."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of them."""
+
+    def keep_files(self, staging: Staging) -> None:
+        """Write them. Raises DataLoss unless they are what the manifest names."""
+
+
+class OpenStore(Protocol):
+    """Opens a version of a store. Raises Unavailable, NotFound, InvalidArgument or DataLoss."""
+
+    def __call__(self, order: StoreOrder) -> RowSource: ...
 
 
 class RandomRows:

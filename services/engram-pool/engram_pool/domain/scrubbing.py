@@ -10,13 +10,14 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Meters
 from engram_pool.domain.verification import check_chunk
-from treadle.contract import DataLoss, InvalidArgument, Unavailable
+from treadle.contract import DataLoss, InvalidArgument, TreadleError, Unavailable
 from treadle.contract.table_manifest import CHUNK_BYTES
 
 log = logging.getLogger("engram_pool")
@@ -55,7 +56,7 @@ class Scrubber:
         while self._bytes_per_second:
             try:
                 await self.run_once()
-            except OSError as error:  # a broken disk must not end the scrubber
+            except (TreadleError, OSError) as error:  # a broken disk, say, must not end the scrubber
                 log.error("scrubbing failed", exc_info=error)
             await asyncio.sleep(PAUSE_SECONDS)
 
@@ -72,29 +73,31 @@ class Scrubber:
 
     async def _scrub(self, resident: Resident) -> None:
         for layer, segment in resident.stored.segments.items():
-            for chunk in [None, *segment.chunks]:
-                await self._wait_for_turn(CHUNK_BYTES)
-                if resident.corrupt:
+            if not await self._whole(resident, CHUNK_BYTES, segment.check_frame):
+                return
+            for chunk in segment.chunks:
+                bad = self.figures.bad
+                if not await self._whole(resident, CHUNK_BYTES, partial(check_chunk, resident.stored, layer, chunk)):
                     return
-                try:
-                    with resident.in_use():
-                        if chunk is None:
-                            await self._compute.run(segment.check_frame)
-                        else:
-                            await self._compute.run(check_chunk, resident.stored, layer, chunk)
-                    self._count("ok")
-                except DataLoss as error:
-                    self._count("bad")
-                    if not await self._pool.found_damaged(resident, error):
-                        return
-                    self.figures.repaired += 1
+                self.figures.checked += 1
+                self.figures.repaired += self.figures.bad - bad
+                self._meters.scrubbed("ok", 1)
         if resident.stored.fusion is not None:
-            await self._wait_for_turn(resident.stored.fusion.file_bytes)
-            try:
-                with resident.in_use():
-                    await self._compute.run(resident.stored.fusion.verify)
-            except DataLoss as error:
-                await self._pool.found_damaged(resident, error)
+            await self._whole(resident, resident.stored.fusion.file_bytes, resident.stored.fusion.verify)
+
+    async def _whole(self, resident: Resident, byte_count: int, check: Callable[[], None]) -> bool:
+        """True if what `check` reads is whole, or whole again; False if the version has gone out of service."""
+        await self._wait_for_turn(byte_count)
+        if resident.corrupt:
+            return False
+        try:
+            with resident.in_use():
+                await self._compute.run(check)
+        except DataLoss as error:
+            self.figures.bad += 1
+            self._meters.scrubbed("bad", 1)
+            return await self._pool.found_damaged(resident, error)
+        return True
 
     async def _wait_for_turn(self, byte_count: int) -> None:
         """Keep the rate, then let gathers pass."""
@@ -105,8 +108,3 @@ class Scrubber:
             if not self._busy():
                 return
             await asyncio.sleep(YIELD_SECONDS)
-
-    def _count(self, outcome: str) -> None:
-        self.figures.checked += 1
-        self.figures.bad += outcome == "bad"
-        self._meters.scrubbed(outcome, 1)

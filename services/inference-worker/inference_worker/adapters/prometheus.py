@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.report import StepReport
+from treadle.client.engram.mooncake_landing import landing_figures
 
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # one decode on a laptop to a large chunk
 GATHER_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # one token mapped to a chunk by rpc
@@ -45,6 +46,7 @@ class WorkerMetrics:
             buckets=GATHER_SECONDS, registry=registry,
         )  # fmt: skip
 
+        self._hinted = counter("engram_hint_tokens", "Prompt tokens whose rows were brought near before their step")
         self._opens = counter("engram_opens", "Openings of Engram memories, by outcome", ("outcome",))
         self._refused = counter(
             "engram_choices_refused", "Choices of an Engram memory that could not be had, by reason", ("reason",)
@@ -69,6 +71,11 @@ class WorkerMetrics:
         gauge.set_function(lambda: catalogue.open_count)
         answers = Gauge("treadle_worker_engram_pool_answers", "1 while the Engram pool answers, else 0", registry=self._registry)
         answers.set_function(lambda: catalogue.pool_answers)
+        quarantined = Gauge(
+            "treadle_worker_engram_quarantined_bytes", "Bytes that are never used again, as a failed Mooncake read may still write there",
+            registry=self._registry,
+        )  # fmt: skip
+        quarantined.set_function(lambda: landing_figures().quarantined_bytes)
 
     def opened(self, outcome: str, seconds: float) -> None:
         """See OpeningObserver."""
@@ -102,6 +109,10 @@ class WorkerMetrics:
             self._gathers.labels(ticket.transport, ticket.gather_outcome).inc()
             if ticket.gather_seconds is not None:
                 self._gather_seconds.labels(ticket.transport).observe(ticket.gather_seconds)
+
+    def hinted(self, tokens: int) -> None:
+        """See Observer."""
+        self._hinted.inc(tokens)
 
     def ended(self, outcome: str) -> None:
         """See Observer."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from inference_worker.domain import sampling
 from inference_worker.domain.engram import EngramMemory
-from inference_worker.domain.engram_step import WAIT_SECONDS_MAX, EngramStep, by_memory, groups_of
+from inference_worker.domain.engram_step import WAIT_SECONDS_MAX, EngramStep, by_memory, groups_of, hint_prompt
 from inference_worker.domain.errors import Draining, StepFailed
 from inference_worker.domain.kv_blocks import KVBlocks
 from inference_worker.domain.lease import Lease
@@ -90,6 +90,7 @@ class Engine:
             request.tokens_max(self.context_tokens_max), lease=lease, generator=sampling.generator_of(request.sampling),
             started_ns=time.monotonic_ns(),
         )  # fmt: skip
+        self._hint(sequence)  # before the engine has it: the lease is certainly held
         with self._work:
             if not self._open:
                 raise Draining("the worker is stopping and takes no new requests")
@@ -100,6 +101,18 @@ class Engine:
                 raise
             self._work.notify_all()
         return sequence
+
+    def _hint(self, sequence: Sequence) -> None:
+        """The prompt is tokenised: rows that are far can come nearer until its first step. What keeps them from it, the step will meet."""
+        if self.prefetcher is None:
+            return
+        try:
+            tokens = hint_prompt(self.prefetcher, sequence)
+        except TreadleError as error:
+            log.debug("no hint", extra={"request": sequence.request.request_id, "reason": str(error)})
+            return
+        if tokens and self._observer is not None:
+            self._observer.hinted(tokens)
 
     def check(self, request: Request) -> None:
         """Raise InvalidArgument, naming the field, for a request that this engine cannot run; DeadlineExceeded if its time is over."""

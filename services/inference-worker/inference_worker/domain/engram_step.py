@@ -128,6 +128,15 @@ class EngramStep:
                     self.failed.setdefault(sequence, _missing_error(report, absent, cause))
 
 
+def hint_prompt(prefetcher: Prefetcher, sequence: RunningSequence) -> int:
+    """Tell where the rows lie which tokens the steps of this prompt will look up; how many are taken, 0 without a memory."""
+    memory = sequence.lease.memory
+    if memory is None or not memory.handle.wants_hints:
+        return 0
+    slot = Slot(sequence, 0, len(sequence.tokens))
+    return prefetcher.hint(memory.handle, windows_of([slot], memory.model.order_max - 1))
+
+
 def by_memory(slots: Sequence[Slot]) -> list[Slot]:
     """The slots in the order that a step runs them: those without a memory first, then those of each memory side by side."""
     places: dict[EngramMemory | None, int] = {None: 0}

@@ -34,6 +34,9 @@ class Observer(Protocol):
     def step(self, report: StepReport) -> None:
         """A step is over."""
 
+    def hinted(self, tokens: int) -> None:
+        """Rows of so many prompt tokens are being brought near before their step."""
+
     def ended(self, outcome: str) -> None:
         """A request is over: stop, length, cancelled, deadline, refused, memory_missing, failed."""
 
@@ -106,6 +109,10 @@ class RowHandle(Protocol):
     def transport(self) -> str:
         """How its rows come."""
 
+    @property
+    def wants_hints(self) -> bool:
+        """False where rows are as near as they come."""
+
     def close(self) -> None:
         """Let go of the version. No step may be using it."""
 
@@ -171,6 +178,9 @@ class Prefetcher(Protocol):
     def begin_groups(self, groups: Sequence[tuple[Any, Windows]], token_count: int) -> StepRows:
         """Start a step of `token_count` tokens, with (handle, its tokens) of each memory; rows of the step before are not valid
         any more."""
+
+    def hint(self, handle: Any, windows: Windows) -> int:
+        """Say which tokens steps to come will look up; how many are taken. Any thread; returns at once."""
 
     def figures(self, handle: Any) -> Mapping[int, LayerFigures]:
         """Figures of a memory by layer. May be called while another thread runs a step."""

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.client.engram.hints import TakesHints
 from treadle.client.engram.sources import FakeSource, HasBuffers, RowSource, TableSource
+from treadle.client.engram.spread import Replica, SpreadSource
 from treadle.client.engram.ticket import LookupTicket, Rows
 from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
 from treadle.contract.warm_state import WarmState
@@ -36,6 +38,11 @@ class EngramHandle:
     def warm_state(self) -> WarmState:
         """Whether a row's first gather meets a page fault in this process; UNKNOWN where its tables are elsewhere."""
         return self._source.warm_state if isinstance(self._source, TableSource) else WarmState.UNKNOWN
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The owners that are asked, where there are several: whether each is reachable and held, and its share of the rows."""
+        return self._source.replicas if isinstance(self._source, SpreadSource) else []
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -77,16 +84,33 @@ class EngramHandle:
         self._source.lookup(wanted, windows, outs)
         return outs
 
+    @property
+    def wants_hints(self) -> bool:
+        """False where `hint` does nothing: rows are as near as they come, or the transport cannot bring them nearer."""
+        return isinstance(self._source, TakesHints) and self._source.wants_hints
+
+    def hint(self, windows: Windows, queue: DeadlineQueue | None = None) -> int:
+        """Say which tokens will be looked up later, as soon as they are known; returns at once.
+
+        queue: as in `prefetch`
+        Rows are brought nearer while nothing with a deadline waits: from a disk, or into pages that are not entered yet. Returns how many
+        of the first tokens are taken: 0 where no row can be brought nearer, fewer than all where as many hints as fit are queued.
+        """
+        self._outs((), windows, None)
+        return self._source.hint(windows, queue) if isinstance(self._source, TakesHints) else 0
+
     def prefetch(
-        self, windows: Windows, deadlines: Mapping[int, Deadline], out: Mapping[int, Rows] | None = None,
+        self, windows: Windows, deadlines: Mapping[int, Deadline] | None = None, out: Mapping[int, Rows] | None = None,
         queue: DeadlineQueue | None = None,
     ) -> LookupTicket:  # fmt: skip
         """Start a lookup of the layers in `deadlines`, earliest first; returns at once.
 
+        deadlines: None: all layers, without a deadline: in idle time, for a whole prompt as soon as it is tokenised
         queue: where mapped and local rows are gathered, for callers with many handles; None: by threads of this handle's own
         The arrays of `windows` and `out` belong to the ticket until each layer was waited for or the ticket was cancelled.
         Raises InvalidArgument before anything starts, ResourceExhausted when the queue is full.
         """
+        deadlines = dict.fromkeys(self.layers, Deadline.never()) if deadlines is None else deadlines
         outs = self._outs(tuple(deadlines), windows, out)
         return LookupTicket(self._source.submit(windows, outs, deadlines, queue), outs)
 

@@ -16,11 +16,15 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.mooncake_push import Pushed, PushOptions, push_version
+from treadle.client.engram.mooncake_source import mooncake_source
+from treadle.client.engram.mooncake_store import SegmentStore
 from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
 from treadle.client.engram.ring_source import ring_source
 from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
+from treadle.client.engram.spread import owners_told_by, spread_source
 from treadle.client.engram.table_reading import describe_table, read_table
 from treadle.contract import AccessDenied, EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
 from treadle.engram.v1 import engram_pool_pb2 as pb
@@ -48,8 +52,8 @@ class EngramPool:
         """Pin a version and make its rows reachable.
 
         version:   None: the current one
-        transport: auto (mapped if the pool is on this host and lets us, else its ring, its socket door, or rpc), mapped, local, ring, socket
-                   or rpc
+        transport: auto (mapped if the pool is on this host and lets us, else its ring, its socket door, or rpc), mapped, local, ring, socket,
+                   mooncake or rpc
         expected:  fingerprint fields that must be so, e.g. {"token_map": digest}
         workers:   native gather threads of a mapped or local handle
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
@@ -133,6 +137,28 @@ class EngramPool:
         """
         request = pb.ReadTableRequest(ref=_ref(model, version), layer=layer, first_byte=first_byte, byte_count=byte_count)
         return read_table(self._endpoint, self._stub, request, self._endpoint.timeout_seconds)
+
+    def load_store(
+        self, store: str, model: str, version: str | None = None, *, protocol: str = "tcp", keep_previous: bool = True,
+        progress: ProgressCallback | None = None, timeout_seconds: float = LOAD_SECONDS_MAX,
+    ) -> types.ResidentModel:  # fmt: skip
+        """Load a version that a Mooncake Store keeps; store: host:port of its master, as the pool reaches it.
+
+        version: None: the one that was pushed last
+        Raises NotFound, DataLoss for bytes that are not the version's, Unavailable, ResourceExhausted.
+        """
+        return self._load(types.store_request(store, protocol, model, version, keep_previous), progress, timeout_seconds)
+
+    def push_store(
+        self, store: str, model: str, version: str | None = None, *, options: PushOptions | None = None, protocol: str = "tcp",
+        progress: ProgressCallback | None = None,
+    ) -> Pushed:  # fmt: skip
+        """Push a version of this host's pool into a Mooncake Store. Errors as in `push_version`; needs Mooncake in this process."""
+        opened = self.describe(model, version)
+        named = opened.resident.model.fusion
+        fusion = self.read_fusion(model, opened.resident.version) if named is not None and named.weights is not None else b""
+        with SegmentStore(store, protocol) as segments:
+            return push_version(segments, opened, fusion, options or PushOptions(), progress)
 
     def promote(self, model: str, version: str | None = None) -> types.Promoted:
         """Make a resident version current. version: None: the one that was current before the present one. Raises NotFound."""
@@ -340,18 +366,20 @@ def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, worke
     if transport == Transport.LOCAL:
         return local_source(opened, workers=workers)
     if transport == Transport.SOCKET:
-        return socket_source(endpoint, opened, here=here)
+        return _remote_source(endpoint, opened, here=here)
     if transport == Transport.RING:
         return ring_source(endpoint, opened)
     if transport == Transport.RPC:
         return _rpc(endpoint, opened)
-    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket or rpc, got {transport!r}")
+    if transport == Transport.MOONCAKE:
+        return mooncake_source(endpoint, opened)
+    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket, mooncake or rpc, got {transport!r}")
 
 
 def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
     """On this host mapped, else by ring; else by the pool's socket door; else by gRPC."""
     extra = {"model": opened.resident.model.name, "pool": endpoint.address}
-    if here:
+    if here and not any(place.held for place in opened.segments):
         try:
             return mapped_source(opened, workers=workers)
         except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
@@ -361,10 +389,18 @@ def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *,
         except (NotFound, Unavailable, AccessDenied, ResourceExhausted) as error:
             log.info("no ring to this pool", extra={**extra, "reason": str(error)})
     try:
-        return socket_source(endpoint, opened, here=here)
+        return _remote_source(endpoint, opened, here=here)
     except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
         log.warning("rows come by rpc: there is no native door", extra={**extra, "reason": str(error)})
     return _rpc(endpoint, opened)
+
+
+def _remote_source(endpoint: Endpoint, opened: types.OpenedModel, *, here: bool) -> RowSource:
+    """The pool's own socket door; where it is one owner among others, all of them."""
+    listed = owners_told_by(endpoint, opened.resident.model)
+    if len(listed.owners) > 1:
+        return spread_source(endpoint, opened.resident.model, listed)
+    return socket_source(endpoint, opened, here=here)
 
 
 def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:

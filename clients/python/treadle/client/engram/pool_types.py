@@ -78,6 +78,14 @@ class OpenedModel:
     card_json: bytes = b""
     doors: tuple[Door, ...] = ()
 
+    def door(self, transport: str) -> Door:
+        """The pool's door for `transport`. Raises NotFound saying which there are."""
+        for door in self.doors:
+            if door.transport == transport:
+                return door
+        there = ", ".join(door.transport for door in self.doors) or "none"
+        raise NotFound(f"the pool has no {transport} door; there is {there} (beside mapped, local and rpc)")
+
 
 @dataclass(frozen=True, slots=True)
 class OwnerShare:
@@ -255,6 +263,12 @@ def placed(request: pb.LoadTableRequest, share: OwnerShare | None) -> pb.LoadTab
 def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadTableRequest:
     """Write one."""
     return pb.LoadTableRequest(grown=pb.GrownSource(path=str(path), name=name or ""), keep_previous=keep_previous)
+
+
+def store_request(store: str, protocol: str, model: str, version: str | None, keep_previous: bool) -> pb.LoadTableRequest:
+    """Write one."""
+    source = pb.StoreSource(master=store, protocol=protocol, ref=pb.ModelRef(model=model, version=version or ""))
+    return pb.LoadTableRequest(store=source, keep_previous=keep_previous)
 
 
 def _mask(mask: NDArray[np.bool_] | None) -> bytes:

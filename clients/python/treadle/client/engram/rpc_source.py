@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram.hold import Hold
 from treadle.client.engram.pool_types import windows_message
+from treadle.client.engram.remote_ticket import RemoteTicket
 from treadle.client.engram.ticket import LayerTicket, Rows
 from treadle.contract import (
     DataLoss,
@@ -79,7 +78,7 @@ class RpcSource:
             raise ResourceExhausted(f"{CALLS_MAX} lookups in flight, the limit of one handle", RETRY_SECONDS)
         request = pb.LookupRequest(ref=self._ref, layers=layers, windows=windows_message(windows))
         call = _LookupCall(self._endpoint, self._stub, request, self._hold)
-        tickets = {layer: _RpcTicket(call, deadlines[layer], outs[layer]) for layer in layers}
+        tickets = {layer: RemoteTicket(call, deadlines[layer], outs[layer]) for layer in layers}
         work = self._calls.submit(call.run if windows.token_count else _fill_empty, tickets)
         work.add_done_callback(partial(self._ended, tickets))
         return {layer: ticket for layer, ticket in tickets.items()}  # noqa: C416 - widens the value type
@@ -94,7 +93,7 @@ class RpcSource:
         self._channel.close()
         self._calls.shutdown(wait=True, cancel_futures=True)
 
-    def _ended(self, tickets: Mapping[int, _RpcTicket], work: Future[None]) -> None:
+    def _ended(self, tickets: Mapping[int, RemoteTicket], work: Future[None]) -> None:
         """The place is free; whoever still waits is told, also where the handle was closed or we have a bug."""
         self._places.release()
         cause = None if work.cancelled() else work.exception()
@@ -112,7 +111,7 @@ class _LookupCall:
         self._abandoned = threading.Event()
         self._live: Callable[[], object] = _nothing_to_cancel
 
-    def run(self, tickets: Mapping[int, _RpcTicket]) -> None:
+    def run(self, tickets: Mapping[int, RemoteTicket]) -> None:
         failure: TreadleError = Unavailable("the lookup was abandoned")
         while not self._abandoned.is_set():
             try:
@@ -138,7 +137,7 @@ class _LookupCall:
             self._abandoned.set()
             self._live()
 
-    def _try(self, tickets: Mapping[int, _RpcTicket]) -> None:
+    def _try(self, tickets: Mapping[int, RemoteTicket]) -> None:
         self._hold.ensure()
         call = self._stub.Lookup(
             self._request, timeout=max(0.001, self._until.remaining_seconds()), metadata=self._endpoint.metadata
@@ -152,81 +151,6 @@ class _LookupCall:
             ticket.started()
             _fill(ticket.rows_shape, pieces, ticket.take)
             ticket.filled()
-
-
-class _RpcTicket:
-    """One layer of a Lookup in flight. Once it has ended, `out` is the caller's again and nothing is written to it."""
-
-    def __init__(self, call: _LookupCall, deadline: Deadline, out: Rows) -> None:
-        self.deadline, self.submitted_ns, self.started_ns, self.finished_ns = deadline, time.monotonic_ns(), 0, 0
-        self._call, self._flat = call, out.reshape(-1, out.shape[2])
-        self._came = np.zeros(len(self._flat), dtype=np.bool_)
-        self._ended, self._lock = threading.Event(), threading.Lock()
-        self._cancelled, self._descriptor = False, -1
-        self._failure: TreadleError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.finished_ns > 0
-
-    @property
-    def rows_shape(self) -> tuple[int, int]:
-        return len(self._flat), self._flat.shape[1]
-
-    def started(self) -> None:
-        self.started_ns = self.started_ns or time.monotonic_ns()
-
-    def take(self, start: int, piece: NDArray[np.uint8]) -> None:
-        """Copy rows from `start` on into `out`, unless the ticket has ended; the lock keeps a canceller out meanwhile."""
-        with self._lock:
-            if not self._cancelled and not self._ended.is_set():
-                self._flat[start : start + len(piece)] = piece
-                self._came[start : start + len(piece)] = True
-
-    def filled(self) -> None:
-        with self._lock:
-            if self._cancelled or self._ended.is_set():
-                return
-            self.finished_ns = time.monotonic_ns()
-            self._end()
-        self._call.leave()
-
-    def fail(self, failure: TreadleError) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._failure = failure
-                self._end()
-
-    def wait(self, seconds: float) -> bool:
-        self._ended.wait(seconds)
-        if self._failure is not None:
-            raise self._failure
-        return self.done
-
-    def cancel(self) -> NDArray[np.bool_]:
-        with self._lock:
-            leaves, self._cancelled = not self._cancelled and not self.done, True
-        if leaves:
-            self._call.leave()
-        return self._came
-
-    def fileno(self) -> int:
-        with self._lock:
-            if self._descriptor < 0:
-                self._descriptor = os.eventfd(1 if self._ended.is_set() else 0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            return self._descriptor
-
-    def close(self) -> None:
-        with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-                self._descriptor = -1
-
-    def _end(self) -> None:
-        """Called once, with the lock held."""
-        self._ended.set()
-        if self._descriptor >= 0:
-            os.eventfd_write(self._descriptor, 1)
 
 
 def _by_layer(answers: Iterator[pb.LookupResponse], wanted: Collection[int]) -> Iterator[tuple[int, Iterator[bytes]]]:
@@ -282,7 +206,7 @@ def _fill_array(out: Rows, pieces: Iterator[bytes]) -> None:
     _fill((len(flat), flat.shape[1]), pieces, take)
 
 
-def _fill_empty(tickets: Mapping[int, _RpcTicket]) -> None:
+def _fill_empty(tickets: Mapping[int, RemoteTicket]) -> None:
     for ticket in tickets.values():
         ticket.started()
         ticket.filled()

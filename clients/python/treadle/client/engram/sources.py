@@ -18,9 +18,20 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.client.engram.hints import hint_pieces
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
-from treadle.contract import DataLoss, Deadline, EngramModel, InvalidArgument, NotFound, Transport, TreadleError, Windows
+from treadle.contract import (
+    DataLoss,
+    Deadline,
+    EngramModel,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Transport,
+    TreadleError,
+    Windows,
+)
 from treadle.contract.warm_state import WarmState
 from treadle.dataplane import WORKERS_MAX, DeadlineQueue, Ticket
 from treadle.dataplane.warming import PageWarmer, Warming
@@ -113,6 +124,28 @@ class TableSource:
         return dict(tickets)
 
     @property
+    def wants_hints(self) -> bool:
+        """See TakesHints: while pages are not entered, and where the tables lie on a disk."""
+        return self.warm_state is not WarmState.WARM
+
+    def hint(self, windows: Windows, queue: DeadlineQueue | None = None) -> int:
+        """See TakesHints."""
+        if not self.wants_hints:
+            return 0
+        never, taken = dict.fromkeys(self._tables, Deadline.never()), 0
+        for piece in hint_pieces(windows):
+            outs = {
+                layer: np.empty((piece.token_count, self._plans[layer].columns, table.shape[1]), dtype=np.uint8)
+                for layer, table in self._tables.items()
+            }
+            try:
+                self.submit(piece, outs, never, queue)
+            except ResourceExhausted:  # a hint may be left: the lookup itself comes in any case
+                break
+            taken += piece.token_count
+        return taken
+
+    @property
     def warm_state(self) -> WarmState:
         """Whether all pages of its tables are entered in this process."""
         return WarmState.WARM if self._warming is None else self._warming.state
@@ -168,7 +201,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     DataLoss if a segment does not fit.
     """
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: segment.rows for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -183,7 +216,7 @@ def mapped_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
 def local_source(opened: OpenedModel, *, workers: int = 1) -> TableSource:
     """Copy the tables into private memory of this process, on huge pages where the kernel grants them."""
     with ExitStack() as stack:
-        segments = _map_segments(opened, stack)
+        segments = map_segments(opened, stack)
         model = opened.resident.model
         tables = {layer: private_copy(segment.rows) for layer, segment in segments.items()}
         token_map = segments[model.layers[0]].token_map
@@ -275,7 +308,8 @@ class _DelayedTicket:
         self._inner.close()
 
 
-def _map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+def map_segments(opened: OpenedModel, stack: ExitStack) -> dict[int, Segment]:
+    """Map every segment, by layer, under the version's shared lock; both go with `stack`. Raises NotFound, InvalidArgument, DataLoss."""
     for place in opened.segments:
         if place.held:
             raise InvalidArgument(

@@ -18,16 +18,20 @@ from typing import Any
 import numpy as np
 
 from treadle.client.endpoint import Endpoint
+from treadle.client.engram.hold import Hold
 from treadle.client.engram.owners import OwnerList, OwnerWatch
-from treadle.contract import EngramModel, NotFound, ProtocolMismatch, TreadleError, Unavailable
+from treadle.client.engram.socket_source import SocketSource, hash_plans, remote_layers
+from treadle.contract import EngramModel, NotFound, ProtocolMismatch, ResourceExhausted, TreadleError, Unavailable
 from treadle.contract.owners import Owner
 from treadle.contract.routes import NOBODY, Routes, gaps_text, routes_to
 from treadle.dataplane.remote import RemoteRows, Route
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
+from treadle.kernels import HashPlan
 
 log = logging.getLogger("treadle.client")
-HOLD_SECONDS_MAX = 24 * 3600.0  # a hold is taken anew after that
+WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
+HOLD_LOOK_SECONDS = 0.25  # how often a hold is looked at: an owner that has restarted gives it time (`reap_grace_seconds`)
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 0.05, 1.0  # between two tries to hold or to watch
 MISSED_SECONDS = 10.0  # how long an owner that is told of no more is asked, after all others
 LEFT_SECONDS = 0.5  # how long an owner that is asked no more is held on to, for what it was asked before
@@ -61,7 +65,7 @@ class Spread:
     def __init__(self, endpoint: Endpoint, model: EngramModel, rows: RemoteRows, first: OwnerList) -> None:
         self._endpoint, self._model, self._rows = endpoint, model, rows
         self._indices: dict[str, int] = {}  # of addresses, in `rows`
-        self._holds: dict[str, _Hold] = {}  # by endpoint
+        self._holds: dict[str, _KeptHold] = {}  # by endpoint
         self._owners: tuple[Owner, ...] = ()
         self._routes: dict[int, Routes] = {}
         self._missed: dict[str, float] = {}  # since when the lists do not tell of an owner that is asked
@@ -81,7 +85,7 @@ class Spread:
         """The owners that are asked, as they are now."""
         with self._lock:
             owners, routes = self._owners, dict(self._routes)
-            held = {address for address, hold in self._holds.items() if hold.held}
+            held = {address for address, hold in self._holds.items() if hold.stands}
         asked = np.zeros(len(owners) + 1, dtype=np.int64)
         for each in routes.values():
             np.add.at(asked, each.owners[:, 0], np.diff(each.bounds))  # NOBODY counts in the last place
@@ -157,7 +161,7 @@ class Spread:
             if self._over.is_set():
                 return
             for address in wanted - self._holds.keys():
-                self._holds[address] = _Hold(replace(self._endpoint, address=address), self._model)
+                self._holds[address] = _KeptHold(replace(self._endpoint, address=address), self._model)
             gone = [self._holds.pop(address) for address in set(self._holds) - wanted]
         for hold in gone:
             hold.close(after_seconds=LEFT_SECONDS)
@@ -169,7 +173,7 @@ class Spread:
         holds = [hold for address, hold in self._holds.items() if address in reachable]
         for hold in holds:
             hold.answered.wait(max(0.0, until - time.monotonic()))
-        if not any(hold.held for hold in holds):
+        if not any(hold.stands for hold in holds):
             failures = [hold.failure for hold in holds if hold.failure is not None]
             raise failures[0] if failures else Unavailable(f"{self._endpoint.address}: no owner answers")
 
@@ -194,7 +198,9 @@ class Spread:
     def _lists(self, endpoint: Endpoint) -> Any:
         with closing(endpoint.channel()) as channel:
             request = pb.WatchOwnersRequest(ref=_ref(self._model))
-            call = pb_grpc.EngramPoolServiceStub(channel).WatchOwners(request, timeout=HOLD_SECONDS_MAX, metadata=endpoint.metadata)
+            call = pb_grpc.EngramPoolServiceStub(channel).WatchOwners(
+                request, timeout=WATCH_SECONDS_MAX, metadata=endpoint.metadata
+            )
             watch = OwnerWatch(endpoint, call)
             with self._lock:
                 self._watch = watch
@@ -203,54 +209,102 @@ class Spread:
             yield from watch
 
 
-class _Hold:
-    """An open HoldModel call to one owner, taken again whenever the owner is back. A thread of its own waits."""
+class _KeptHold:
+    """A hold at one owner, taken again whenever the owner is back. A thread of its own waits for it."""
 
     def __init__(self, endpoint: Endpoint, model: EngramModel) -> None:
-        self._endpoint, self._model = endpoint, model
-        self.held, self.answered = False, threading.Event()
+        self._hold = Hold(endpoint, model.name, model.version)
         self.failure: TreadleError | None = None
-        self._over, self._lock = threading.Event(), threading.Lock()
-        self._call: Any = None
+        self.answered, self._over = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep, name="treadle-hold", daemon=True)
         self._thread.start()
 
+    @property
+    def stands(self) -> bool:
+        """True while the owner keeps the version for us."""
+        return self._hold.stands
+
     def close(self, after_seconds: float = 0.0) -> None:
-        """Let go."""
+        """Let go, for an owner that is asked no more a little later."""
         self._over.set()
         if after_seconds:
-            timer = threading.Timer(after_seconds, self._cancel)
+            timer = threading.Timer(after_seconds, self._hold.close)
             timer.daemon = True
             timer.start()
         else:
-            self._cancel()
-
-    def _cancel(self) -> None:
-        with self._lock:
-            if self._call is not None:
-                self._call.cancel()
+            self._hold.close()
 
     def _keep(self) -> None:
         pause = RETRY_SECONDS_MIN
-        with closing(self._endpoint.channel()) as channel:
-            stub = pb_grpc.EngramPoolServiceStub(channel)
-            while not self._over.is_set():
-                try:
-                    with self._lock:
-                        self._call = stub.HoldModel(
-                            pb.HoldModelRequest(ref=_ref(self._model)), timeout=HOLD_SECONDS_MAX, metadata=self._endpoint.metadata
-                        )
-                    for _ in self._endpoint.answers_of(self._call):
-                        self.held, pause = True, RETRY_SECONDS_MIN
-                        self.answered.set()
-                except TreadleError as error:
-                    self.failure = error
-                    if isinstance(error, NotFound | ProtocolMismatch):
-                        pause = RETRY_SECONDS_MAX
-                self.held = False
-                self.answered.set()
-                self._over.wait(pause)
-                pause = min(2 * pause, RETRY_SECONDS_MAX)
+        while not self._over.is_set():
+            try:
+                self._hold.ensure()
+                pause = HOLD_LOOK_SECONDS
+            except TreadleError as error:
+                self.failure, pause = error, min(2 * pause, RETRY_SECONDS_MAX)
+            except ValueError:  # the channel was closed meanwhile
+                return
+            self.answered.set()
+            self._over.wait(pause)
+
+
+class SpreadSource(SocketSource):
+    """Rows of one version that is spread over owners, or held by several of them."""
+
+    def __init__(self, rows: RemoteRows, spread: Spread, *, timeout_seconds: float) -> None:
+        super().__init__(rows, timeout_seconds=timeout_seconds)
+        self._spread = spread
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """The owners that are asked, as they are now."""
+        return self._spread.replicas
+
+    def close(self) -> None:
+        """See RowSource."""
+        super().close()
+        self._spread.close()
+
+
+def spread_source(endpoint: Endpoint, model: EngramModel, listed: OwnerList) -> SpreadSource:
+    """Open all owners of a version, told of by the pool at `endpoint`, and follow them.
+
+    Raises Unavailable naming what nobody holds, or where no owner answers; DataLoss for an owner with another token map.
+    """
+    rows = RemoteRows(
+        model.version, model.fingerprint.digest, remote_layers(model, _plans(endpoint, model, listed)), token=endpoint.key
+    )
+    try:
+        spread = Spread(endpoint, model, rows, listed)
+    except TreadleError:
+        rows.close()
+        raise
+    return SpreadSource(rows, spread, timeout_seconds=endpoint.timeout_seconds)
+
+
+def owners_told_by(endpoint: Endpoint, model: EngramModel) -> OwnerList:
+    """The owners of a version as the pool at `endpoint` tells now; none where it is too old to know."""
+    with closing(endpoint.channel()) as channel:
+        call = pb_grpc.EngramPoolServiceStub(channel).WatchOwners(
+            pb.WatchOwnersRequest(ref=_ref(model)), timeout=endpoint.timeout_seconds, metadata=endpoint.metadata
+        )
+        try:
+            with closing(iter(OwnerWatch(endpoint, call))) as lists:
+                return next(lists)
+        except ProtocolMismatch:
+            return OwnerList(())
+
+
+def _plans(endpoint: Endpoint, model: EngramModel, listed: OwnerList) -> dict[int, HashPlan]:
+    """How tokens become rows, with the token map of the first owner that answers."""
+    owners = sorted(listed.holding(model.name, model.version), key=lambda owner: (not owner.reachable, owner.leaving))
+    failure: TreadleError = Unavailable(f"{model.name} {model.version}: {_told(listed, model)}")
+    for address in filter(None, map(door_of, owners)):
+        try:
+            return hash_plans(model, address, token=endpoint.key, timeout_seconds=endpoint.timeout_seconds)
+        except (Unavailable, NotFound, ResourceExhausted) as error:
+            failure = error
+    raise failure
 
 
 def door_of(owner: Owner) -> str | None:

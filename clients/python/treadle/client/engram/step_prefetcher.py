@@ -154,6 +154,10 @@ class StepPrefetcher:
             self._step.start(self._queue)
         return self._step
 
+    def hint(self, handle: EngramHandle, windows: Windows) -> int:
+        """Say which tokens steps to come will look up in `handle`, as `EngramHandle.hint`; gathered by the steps' own queue. Any thread."""
+        return handle.hint(windows, self._queue)
+
     def figures(self, handle: EngramHandle | None = None) -> dict[int, LayerFigures]:
         """What the tickets of each layer of `handle` (None: the prefetcher's own) have done since the start. Any thread."""
         of = self.handle if handle is None else handle

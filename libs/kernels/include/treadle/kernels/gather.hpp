@@ -1,11 +1,12 @@
 // Row ids to rows: copies scattered fixed-size rows of one table, prefetching what comes next.
 //
 // TLB and cache misses are the wall, not bandwidth: what counts is how many rows a core has on the way at once. Every cache line of
-// a row is asked for some rows ahead, into the second-level cache, and rows are copied by the widest loads that both sides of the
-// market have: each load of a row that is not there yet holds a place in the core's queues, so fewer loads mean more rows.
+// a row is asked for some rows ahead, into the second-level cache, and rows are copied by wide loads: each load of a row that is not
+// there yet holds a place in the core's queues, so fewer loads mean more rows.
 //
-// Tried on an AMD EPYC of 2022 (256 tokens x 16 x 320 B of 2.56 GB, microseconds on 4 KiB / 2 MiB pages; a plain loop 610 / 418):
-//   16-byte copies, prefetch into the first level (how it was)    326 / 209
+// Tried on one AMD EPYC (Zen 4, under KVM; no other processor yet), 256 tokens x 16 x 320 B of 2.56 GB, microseconds on 4 KiB / 2 MiB
+// pages; a plain loop takes 610 / 418:
+//   16-byte copies, prefetch into the first level    326 / 209
 //   the same into the second level: 24 first-level misses at once are soon in use    314 / 174
 //   32-byte copies, first level    234 / 179
 //   32-byte copies, second level (kept)    200 / 118;  64-byte copies 202 / 118 (264 B rows: 3 to 5 % less)

@@ -235,6 +235,7 @@ class LoadTableRequest(_message.Message):
     RANDOM_FIELD_NUMBER: _builtins.int
     GROWN_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     MANIFEST_JSON_FIELD_NUMBER: _builtins.int
     TOKEN_MAP_FIELD_NUMBER: _builtins.int
@@ -264,6 +265,10 @@ class LoadTableRequest(_message.Message):
         """Other pools that hold the version."""
 
     @_builtins.property
+    def store(self) -> Global___StoreSource:
+        """A Mooncake Store that keeps the version."""
+
+    @_builtins.property
     def placement(self) -> Global___Placement:
         """Which rows to keep, where a table is spread over owners; none: all."""
 
@@ -274,16 +279,17 @@ class LoadTableRequest(_message.Message):
         random: Global___RandomSource | None = ...,
         grown: Global___GrownSource | None = ...,
         peers: Global___PeerSource | None = ...,
+        store: Global___StoreSource | None = ...,
         placement: Global___Placement | None = ...,
         manifest_json: _builtins.bytes = ...,
         token_map: _builtins.bytes = ...,
         keep_previous: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source", "token_map", b"token_map"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "grown", b"grown", "keep_previous", b"keep_previous", "manifest_json", b"manifest_json", "peers", b"peers", "placement", b"placement", "random", b"random", "source", b"source", "store", b"store", "token_map", b"token_map"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random", "grown", "peers"]  # noqa: Y015
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["checkpoint", "random", "grown", "peers", "store"]  # noqa: Y015
     _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
 
@@ -404,6 +410,40 @@ class PeerSource(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PeerSource: _TypeAlias = PeerSource  # noqa: Y015
+
+@_typing.final
+class StoreSource(_message.Message):
+    """A version that `treadle pool push` put into a Mooncake Store. Its manifest names its tables by digest; a difference is
+    DATA_LOSS. `manifest_json` and `token_map` of the request stay empty.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MASTER_FIELD_NUMBER: _builtins.int
+    REF_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    master: _builtins.str
+    """host:port of the store's master."""
+    protocol: _builtins.str
+    """What the bytes move by: tcp or rdma; empty: tcp."""
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Which version; empty `version`: the one that was pushed last."""
+
+    def __init__(
+        self,
+        *,
+        master: _builtins.str = ...,
+        ref: Global___ModelRef | None = ...,
+        protocol: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["master", b"master", "protocol", b"protocol", "ref", b"ref"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreSource: _TypeAlias = StoreSource  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
