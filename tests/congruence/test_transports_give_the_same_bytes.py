@@ -38,7 +38,7 @@ from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_m
 VOCABULARY = 3000
 TOKEN_MAP = (np.arange(VOCABULARY) * 7 % 2500).astype(np.int32)
 DIGEST = hashlib.sha256(TOKEN_MAP.astype("<i4").tobytes()).hexdigest()
-TRANSPORTS = ("mapped", "local", "socket", "rpc")
+TRANSPORTS = ("mapped", "local", "ring", "socket", "rpc")
 MODELS = (
     demo_model(
         "demo",

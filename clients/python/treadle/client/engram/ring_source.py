@@ -41,7 +41,7 @@ class RingSource:
         self._row_bytes, self._digest, self._version = model.row.bytes, bytes.fromhex(version), version
         self._row_counts = {layer: model.table(layer).rows for layer in model.layers}
         self._path, self._token, self._arena_bytes = path, token_digest(endpoint.key), arena_bytes
-        self._timeout_seconds, self._lock = endpoint.timeout_seconds, threading.Lock()
+        self._timeout_seconds, self._lock, self._holding = endpoint.timeout_seconds, threading.Lock(), threading.Lock()
         self._hold = Hold(endpoint, model.name, version)
         try:
             self._hold.ensure()
@@ -96,16 +96,29 @@ class RingSource:
     def _connected(self) -> RingClient:
         """The connection, a new one if the pool has gone meanwhile. Raises Unavailable while it is away."""
         client, now = self._client, time.monotonic()
-        if not client.lost and now < self._hold_checked + HOLD_CHECK_SECONDS:
-            return client
-        with self._lock:
-            if self._client.lost:
-                self._client.close()
-                self._client, self._hot = self._connect()
-            if now >= self._hold_checked + HOLD_CHECK_SECONDS:
-                self._hold.ensure()
-                self._hold_checked = now
-            return self._client
+        if client.lost:
+            with self._lock:
+                if self._client.lost:
+                    self._client.close()
+                    self._client, self._hot = self._connect()
+                client = self._client
+        if now >= self._hold_checked + HOLD_CHECK_SECONDS:
+            self._hold_checked = now
+            self._keep_hold()
+        return client
+
+    def _keep_hold(self) -> None:
+        """A pool that has restarted is asked to hold again, beside the lookup: rows do not wait for it."""
+        if not self._hold.stands and self._holding.acquire(blocking=False):
+            threading.Thread(target=self._hold_again, name="treadle-hold", daemon=True).start()
+
+    def _hold_again(self) -> None:
+        try:
+            self._hold.ensure()
+        except TreadleError:  # the pool is away, or the version: lookups say so themselves
+            pass
+        finally:
+            self._holding.release()
 
     def _connect(self) -> tuple[RingClient, HotRowsReader | None]:
         client = RingClient(self._path, token=self._token, arena_bytes=self._arena_bytes, seconds=self._timeout_seconds)
