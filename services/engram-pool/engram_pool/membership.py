@@ -16,6 +16,7 @@ from engram_pool.domain.directory import Directory
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.presence import Presence
 from engram_pool.settings import Settings
+from treadle.chassis.settings import WrongSetting, split_address
 from treadle.client.endpoint import Endpoint
 from treadle.contract import Unavailable
 
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engram_pool")
 AGAIN_SECONDS = 1.0
+ANY_HOST = ("0.0.0.0", "[::]", "::")
 REDIS_URL_VARIABLE = "TREADLE_REDIS_URL"
 
 
 class Membership:
     """`begin` once the pool listens, `leave` when it is to stop, `end` when it has.
 
-    Raises Unavailable where a Redis is named and its client is not installed.
+    Raises Unavailable where a Redis is named and its client is not installed, WrongSetting where others could not reach this pool.
     """
 
     def __init__(self, settings: Settings, pool: Pool, directory: Directory) -> None:
@@ -43,6 +45,8 @@ class Membership:
         )  # fmt: skip
         url = "" if endpoints else settings.redis_url or os.environ.get(REDIS_URL_VARIABLE, "")
         self._redis = _redis(url, directory) if url else None
+        if url and not settings.advertise and split_address(settings.listen)[0] in ANY_HOST:
+            raise WrongSetting(f"advertise: others cannot reach {settings.listen}; say at which host:port they reach this pool")
 
     async def begin(self, listen: str) -> None:
         """Tell of this pool and listen to others. listen: host:port."""

@@ -218,11 +218,17 @@ def test_an_owner_under_a_wrong_name_is_left_out(start_pool: StartPool, shm_fold
         (["--owner", "a", "--owners", "a=h:1", "--redis-url", "redis://h"], "give one"),
         (["--advertise", "nowhere"], "host:port"),
         (["--redis-url", "nothing"], "redis://HOST"),
+        (["--redis-url", "redis://h", "--listen", "0.0.0.0:0", "--api-key-file", "KEYS"], "advertise"),
     ],
 )
 def test_a_wrong_setting_stops_the_start(flags: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("a-key\n")
+    flags = [str(tmp_path / "keys") if flag == "KEYS" else flag for flag in flags]
     run = subprocess.run(
-        [sys.executable, "-m", "engram_pool", "--segment-dir", str(tmp_path), *flags], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "engram_pool", "--segment-dir", str(tmp_path / "s"), *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert (run.returncode, said in run.stderr) == (2, True), run.stderr
 
