@@ -17,6 +17,7 @@ import pytest
 from treadle.dataplane import IMPLEMENTATION
 
 PATIENCE_SECONDS = 30.0
+sys.path.append(str(Path(__file__).parent))  # owner_process.py is a program and what tests know of its rows
 
 
 @dataclass

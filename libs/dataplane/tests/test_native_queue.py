@@ -65,7 +65,7 @@ def test_native_threads_run_clean_under(sanitizer: str, stress: str, tmp_path: P
         f"-I{Path(__file__).parents[2] / 'kernels' / 'include'}",
     ]
     built = subprocess.run(
-        [compiler, *flags, str(source), "-o", str(program)], capture_output=True, text=True, timeout=120, check=False
+        [compiler, *flags, str(source), "-o", str(program)], capture_output=True, text=True, timeout=240, check=False
     )
     if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
         pytest.skip(f"this compiler comes without the {sanitizer} sanitizer")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.owner_process import HOSTS_TOKEN, ROW_BYTES, layers_of, model_of, plans_of, rows_of
 
 from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, RowOutOfRange, Unavailable, Windows
 from treadle.dataplane import (
@@ -33,6 +32,9 @@ from treadle.kernels import row_ids
 
 if TYPE_CHECKING:
     from tests.conftest import Hosts, StartOwner
+    from tests.owner_process import HOSTS_TOKEN, ROW_BYTES, layers_of, model_of, plans_of, rows_of
+else:
+    from owner_process import HOSTS_TOKEN, ROW_BYTES, layers_of, model_of, plans_of, rows_of
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: install a C++20 compiler")
 MODEL, PLANS = model_of(), plans_of(model_of())

@@ -9,17 +9,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.owner_process import layers_of, model_of
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Unavailable
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, SocketServer, Versions
 from treadle.dataplane.faults import Fault
 from treadle.dataplane.socket import ping
+
+if TYPE_CHECKING:
+    from tests.owner_process import layers_of, model_of
+else:
+    from owner_process import layers_of, model_of
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: install a C++20 compiler")
 HEADER = struct.Struct("<IHHQQqqQQIi32s32s32s")
