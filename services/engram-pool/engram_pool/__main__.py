@@ -35,7 +35,7 @@ from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Door, Doors
+from engram_pool.domain.ports import Doors
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubber
@@ -48,6 +48,7 @@ from treadle.chassis import log
 from treadle.chassis.server import read_keys, run_service
 from treadle.chassis.settings import WrongSetting, load_settings, split_address
 from treadle.contract import InvalidArgument, TreadleError, Unavailable
+from treadle.contract.owners import Door
 from treadle.dataplane import Tenants
 from treadle.dataplane.warming import PageWarmer
 from treadle.kernels.dax import dax_facts

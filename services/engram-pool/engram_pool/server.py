@@ -20,10 +20,10 @@ from engram_pool.domain.held_rows import Share
 from engram_pool.domain.loading import Loader, LoadOrder
 from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder
 from engram_pool.domain.pool import Listed, Pool
-from engram_pool.domain.ports import Ranges
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubbed, Scrubber
+from engram_pool.domain.storing import Ranges
 from engram_pool.domain.table_reading import TableReading
 from engram_pool.domain.tenancy import Tenants
 from engram_pool.domain.windows_bytes import read_ids, read_windows

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Ranges
+from engram_pool.domain.storing import Ranges
 from treadle.client.engram.mooncake_engine import Engine
 from treadle.client.engram.mooncake_source import DIRECT_SECONDS_MAX
 from treadle.client.engram.mooncake_wire import IDENTITY_BYTES, identity

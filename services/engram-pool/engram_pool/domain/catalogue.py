@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engram_pool.domain.ports import Standing, StoredVersion, Warmth
+from engram_pool.domain.ports import Warmth
+from engram_pool.domain.storing import Standing, StoredVersion
 from treadle.contract import DataLoss, EngramModel, NotFound, Unavailable
 from treadle.contract.warm_state import WarmState
 from treadle.kernels import HashPlan

@@ -17,25 +17,14 @@ from functools import partial
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute, Turnstile, to_the_end
-from engram_pool.domain.ports import (
-    Door,
-    Doors,
-    Meters,
-    NoDoors,
-    Ranges,
-    SetAside,
-    Staging,
-    Standing,
-    StoredVersion,
-    VersionStore,
-    Warmer,
-)
+from engram_pool.domain.ports import Doors, Meters, NoDoors, Warmer
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.room import LIST_BYTES_MAX, Room
+from engram_pool.domain.storing import Ranges, SetAside, Staging, Standing, StoredVersion, VersionStore
 from engram_pool.domain.succession import VERSIONS_KEPT_MAX, Succession
 from engram_pool.domain.verification import Damaged, Verification
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
-from treadle.contract.owners import Holding
+from treadle.contract.owners import Door, Holding
 from treadle.contract.warm_state import WarmState
 
 log = logging.getLogger("engram_pool")
