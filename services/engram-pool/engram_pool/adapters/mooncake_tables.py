@@ -142,7 +142,7 @@ class HeldVersions:
     async def _keep(self, model: str, version: str, opened: Future[Resident], ended: Future[TreadleError]) -> None:
         """Hold the version until cancelled, or until the pool says why it cannot be held any longer."""
         try:
-            async with aclosing(self._pool.hold(model, version)) as holding:
+            async with aclosing(self._pool.readers.hold(model, version)) as holding:
                 resident = await anext(holding)
                 with resident.in_use():
                     opened.set_result(resident)

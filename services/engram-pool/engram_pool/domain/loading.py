@@ -159,7 +159,7 @@ class Loader:
             copies = Copies(source, held, staging, self._compute, self._meters)
             async with aclosing(copies.run()) as events:
                 async for progress in events:
-                    self._pool.refuse_if_draining()
+                    self._pool.changes.refuse_if_draining()
                     yield progress
             yield await self._pool.publish(staging, model.with_tables(copies.tables), keep_previous=order.keep_previous, held=held)
         finally:
