@@ -25,7 +25,7 @@ KINDS = (
     Kind("decode", 64 * ROWS_PER_TOKEN, (2.0, 4.0, 8.0)),
     Kind("prefill", 2048 * ROWS_PER_TOKEN, (16.0, 32.0)),  # its chunk computes for far longer than its rows take
 )
-PIECE_ROWS = 256  # about 20 us: what a decode gather may find in its way
+PIECE_ROWS = 512  # about 15 us: what a decode gather may find in its way
 FEASIBLE_MET_MIN, PREFILL_KEPT_MIN, ERROR_MAX = 0.999, 0.9, 0.2
 REFUSE_SECONDS_MAX, REFUSE_RATIO_MAX = 5e-6, 1.2
 
