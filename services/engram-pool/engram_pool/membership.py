@@ -1,4 +1,4 @@
-"""Joins this pool to the fabric's other owners, and leaves them. A part of `__main__`: it knows settings and adapters."""
+"""Joins this pool to the fabric's other owners, and leaves them. Part of the entry point: it knows settings and adapters."""
 
 from __future__ import annotations
 

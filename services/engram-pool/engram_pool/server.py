@@ -19,11 +19,12 @@ from engram_pool.domain.gathering import PIECE_BYTES, Gathering
 from engram_pool.domain.held_rows import Share
 from engram_pool.domain.loading import Loader, LoadOrder
 from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder
-from engram_pool.domain.pool import Listed, Pool
-from engram_pool.domain.ports import Ranges
+from engram_pool.domain.pool import Pool
 from engram_pool.domain.progress import Progress
+from engram_pool.domain.readers import Listed
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.scrubbing import Scrubbed, Scrubber
+from engram_pool.domain.storing import Ranges
 from engram_pool.domain.table_reading import TableReading
 from engram_pool.domain.tenancy import Tenants
 from engram_pool.domain.windows_bytes import read_ids, read_windows
@@ -64,18 +65,18 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
                 if isinstance(event, Progress):
                     yield pb.LoadTableResponse(progress=_progress(event))
                 else:
-                    (listed,) = await self._pool.with_readers([event])
+                    (listed,) = await self._pool.readers.with_readers([event])
                     yield pb.LoadTableResponse(loaded=_model(listed))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:  # noqa: N802
         """What is resident."""
-        return pb.ListModelsResponse(models=_models(await self._pool.listing()))
+        return pb.ListModelsResponse(models=_models(await self._pool.readers.listing()))
 
     async def OpenModel(self, request: pb.OpenModelRequest, context: Context) -> pb.OpenModelResponse:  # noqa: N802
         """Where a version lies."""
-        self._pool.refuse_if_draining()
+        self._pool.changes.refuse_if_draining()
         resident = self._pool.find(request.ref.model, request.ref.version, request.expected_fingerprint)
-        (listed,) = await self._pool.with_readers([resident])
+        (listed,) = await self._pool.readers.with_readers([resident])
         segments = [
             pb.Segment(
                 layer=layer, path=str(segment.path), rows_offset_bytes=segment.rows_offset_bytes, rows=segment.row_count,
@@ -91,7 +92,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def HoldModel(self, request: pb.HoldModelRequest, context: Context) -> AsyncIterator[pb.HoldModelResponse]:  # noqa: N802
         """Keep a version from being freed while the call is open."""
-        async with aclosing(self._pool.hold(request.ref.model, request.ref.version)) as held:
+        async with aclosing(self._pool.readers.hold(request.ref.model, request.ref.version)) as held:
             async for resident in held:
                 yield pb.HoldModelResponse(ref=pb.ModelRef(model=resident.name, version=resident.version))
 
@@ -123,7 +124,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def WatchModels(self, request: pb.WatchModelsRequest, context: Context) -> AsyncIterator[pb.WatchModelsResponse]:  # noqa: N802
         """The list now and after each change."""
-        async with aclosing(self._pool.watch()) as lists:
+        async with aclosing(self._pool.readers.watch()) as lists:
             async for listing in lists:
                 yield pb.WatchModelsResponse(models=_models(listing))
 
@@ -136,7 +137,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     async def PromoteModel(self, request: pb.PromoteModelRequest, context: Context) -> pb.PromoteModelResponse:  # noqa: N802
         """Make a version current."""
         resident, previous = await self._pool.promote(request.ref.model, request.ref.version)
-        (listed,) = await self._pool.with_readers([resident])
+        (listed,) = await self._pool.readers.with_readers([resident])
         return pb.PromoteModelResponse(model=_model(listed), previous_version=previous)
 
     async def ReadFusion(self, request: pb.ReadFusionRequest, context: Context) -> AsyncIterator[pb.ReadFusionResponse]:  # noqa: N802
@@ -193,9 +194,9 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         """How the pool is."""
         pool = self._pool
         return pb.StatusResponse(
-            build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.table_bytes,
-            table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.page_bytes,
-            draining=pool.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(), tenants=self._tenant_messages(),
+            build_version=self._build_version, proto_version=PROTO_VERSION, pid=os.getpid(), table_bytes=pool.occupancy.table_bytes,
+            table_bytes_max=pool.room.table_bytes_max, segment_dir=str(self._segment_dir), page_bytes=pool.occupancy.page_bytes,
+            draining=pool.changes.draining, scrub=_scrub(self._scrubber.figures), doors=self._doors(), tenants=self._tenant_messages(),
         )  # fmt: skip
 
     def _doors(self) -> list[pb.Door]:

@@ -45,7 +45,7 @@ def table(served: Served, name: str, layer: int) -> NDArray[np.uint8]:
 async def refused(served: Served, request: pb.LoadTableRequest, code: grpc.StatusCode) -> str:
     got, text, _ = await served.failure(served.stub.LoadTable(request))
     assert got is code, text
-    assert not served.pool.table_bytes
+    assert not served.pool.occupancy.table_bytes
     assert not [
         name for name in os.listdir((await served.stub.Status(pb.StatusRequest())).segment_dir) if name.startswith(".loading-")
     ]

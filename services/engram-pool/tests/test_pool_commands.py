@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from typer.testing import CliRunner
 
 from engram_pool.commands import app
-from engram_pool.load_turn import in_turn
+from engram_pool.commands.load_turn import in_turn
 from engram_pool.settings import Settings
 from engram_pool.terminal import size_text
 from treadle.chassis.settings import WrongSetting
@@ -136,7 +136,7 @@ def test_a_load_waits_for_its_turn_and_says_so(
             first.cancel()
             waits.append(seconds)
 
-        monkeypatch.setattr("engram_pool.commands.in_turn", partial(in_turn, wait=wait))
+        monkeypatch.setattr("engram_pool.commands.loading.in_turn", partial(in_turn, wait=wait))
         result = run("load", "--random", "--manifest", manifest, "--json")
     assert json.loads(result.stdout)["model"] == "ple"
     assert set(waits) == {5.0}

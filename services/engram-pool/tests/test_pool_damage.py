@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engram_pool.adapters.segment_folder import CORRUPT_KEPT_MAX, SegmentFolder
 from engram_pool.domain.compute import Compute
-from engram_pool.domain.ports import Adopted
+from engram_pool.domain.storing import Adopted
 from treadle.contract import EngramModel, InvalidArgument, Unavailable
 from treadle.contract.families import qwen_ple_model
 from treadle.engram.v1 import engram_pool_pb2 as pb

@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from engram_pool.adapters.native_doors import NativeDoors
-from engram_pool.domain.ports import StoredVersion
+from engram_pool.domain.storing import StoredVersion
 from treadle.contract import DataLoss, EngramModel, InvalidArgument
 from treadle.contract.owners import Door
 from treadle.dataplane import IMPLEMENTATION

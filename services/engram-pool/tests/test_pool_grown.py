@@ -256,11 +256,11 @@ async def test_a_spoilt_folder_is_refused_by_name_and_leaves_nothing(
     spoil(bad)
     async with serve() as served:
         await load(served, good)
-        before, taken = files_of(tmp_path / "segments"), served.pool.table_bytes
+        before, taken = files_of(tmp_path / "segments"), served.pool.occupancy.table_bytes
         refused = await served.failure(served.stub.LoadTable(grown_order(bad.path)))
         assert refused[0] is code, refused
         assert says in refused[1]
-        assert (files_of(tmp_path / "segments"), served.pool.table_bytes) == (before, taken)
+        assert (files_of(tmp_path / "segments"), served.pool.occupancy.table_bytes) == (before, taken)
         assert files_of(tmp_path / "segments" / "kjv") == {good.model.version, "current.json"}
         (listed,) = (await served.stub.ListModels(pb.ListModelsRequest())).models
         assert (listed.ref.version, listed.current) == (good.model.version, True)
@@ -339,10 +339,10 @@ async def test_a_restart_adopts_weights_and_card(serve: Serve, grow: Grow) -> No
     grown = grow()
     async with serve() as served:
         await load(served, grown)
-        taken = served.pool.table_bytes
+        taken = served.pool.occupancy.table_bytes
     shutil.rmtree(grown.path)
     async with serve() as served:
-        assert served.pool.table_bytes == taken
+        assert served.pool.occupancy.table_bytes == taken
         assert await asyncio.to_thread(served.fabric.engram.read_fusion, "kjv") == grown.fusion
         opened = await served.stub.OpenModel(pb.OpenModelRequest(ref=pb.ModelRef(model="kjv")))
         assert json.loads(opened.card_json) == grown.card

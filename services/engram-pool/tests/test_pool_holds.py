@@ -45,7 +45,7 @@ async def test_a_held_version_counts_a_reader_and_is_freed_only_when_the_caller_
         assert [model.readers for model in models if model.ref.version == old] == [1]
         assert served.metric("open_readers") == 1
         hold.cancel()
-        await eventually(lambda: served.pool.open_readers() == 0, "the hold is over")
+        await eventually(lambda: served.pool.readers.open_readers() == 0, "the hold is over")
         assert await served.pool.reap() == 1
 
 
@@ -82,11 +82,11 @@ async def test_a_removed_version_is_read_by_its_version_until_its_hold_ends(
         again = served.stub.HoldModel(pb.HoldModelRequest(ref=ref))
         assert (await again.read()).ref == ref
         hold.cancel()
-        await eventually(lambda: served.pool.open_readers() == 1, "the first hold is over")
+        await eventually(lambda: served.pool.readers.open_readers() == 1, "the first hold is over")
         assert await served.pool.reap() == 0
         assert await answers(ref) == before
         again.cancel()
-        await eventually(lambda: served.pool.open_readers() == 0, "the second hold is over")
+        await eventually(lambda: served.pool.readers.open_readers() == 0, "the second hold is over")
         assert await served.pool.reap() == 1
         for call in [*calls(ref), served.stub.HoldModel(pb.HoldModelRequest(ref=ref))]:
             assert (await served.failure(call))[0] is grpc.StatusCode.NOT_FOUND
@@ -103,7 +103,7 @@ async def test_a_handle_by_rpc_outlives_the_removal_of_its_memory(serve: Serve, 
         with pytest.raises(NotFound, match="no model 'ple'"):
             await asyncio.to_thread(served.fabric.engram.open, "ple", handle.version, transport="rpc")
         await asyncio.to_thread(handle.close)
-        await eventually(lambda: served.pool.open_readers() == 0, "the hold is over")
+        await eventually(lambda: served.pool.readers.open_readers() == 0, "the hold is over")
         assert await served.pool.reap() == 1
 
 

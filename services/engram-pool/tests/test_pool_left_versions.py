@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engram_pool.adapters import segment_folder, version_files
 from engram_pool.adapters.host_memory import available_memory_bytes
 from engram_pool.adapters.segment_places import SegmentPlaces
-from engram_pool.domain.ports import StoredVersion
+from engram_pool.domain.storing import StoredVersion
 from treadle.contract import EngramModel
 from treadle.engram.v1 import engram_pool_pb2 as pb
 

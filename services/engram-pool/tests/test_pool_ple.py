@@ -119,7 +119,7 @@ async def refused(served: Served, path: Path, model: EngramModel | None = None, 
     )
     code, text, _ = await served.failure(served.stub.LoadTable(request))
     assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION), text
-    assert not served.pool.table_bytes
+    assert not served.pool.occupancy.table_bytes
     return text
 
 

@@ -311,7 +311,7 @@ async def test_watchers_beyond_the_limit_are_refused_and_a_left_place_is_free_ag
         assert text == "2 watches are in progress, the limit is 2; try again in 1 s"
         assert (code, float(details["treadle-retry-after-seconds"]) > 0) == (Code.RESOURCE_EXHAUSTED, True)
         watches[0].cancel()
-        await eventually(lambda: served.pool.watchers == 1, "the watcher that left is gone")
+        await eventually(lambda: served.pool.readers.watchers == 1, "the watcher that left is gone")
         await served.stub.WatchModels(pb.WatchModelsRequest()).read()
 
 

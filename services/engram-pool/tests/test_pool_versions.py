@@ -101,10 +101,10 @@ async def test_a_removed_version_is_off_the_list_at_once_and_out_of_memory_with_
             assert answer.awaiting_readers == 1
             assert await listed(served) == []
             assert (await served.failure(served.stub.OpenModel(pb.OpenModelRequest(ref=ref))))[0] is grpc.StatusCode.NOT_FOUND
-            assert served.pool.table_bytes > 0
+            assert served.pool.occupancy.table_bytes > 0
         await served.pool.reap()
         assert [path.name for path in folder.iterdir()] == ["pool.lock"]
-        assert served.pool.table_bytes == 0
+        assert served.pool.occupancy.table_bytes == 0
 
 
 async def test_a_version_with_a_gather_in_progress_is_not_unmapped(serve: Serve, ple: EngramModel) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from engram_pool.domain.calibration import stretch_to_measure
 from treadle.contract import EngramModel, RowLayout
 from treadle.contract.families import qwen_ple_model
 from treadle.contract.warm_state import WarmState
+from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.kernels.numa import nodes
 
 if TYPE_CHECKING:
-    from tests.conftest import Process, StartPool
+    from tests.conftest import Process, Serve, StartPool
 
 Until = Callable[[Callable[[], bool], str], None]
+Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +60,36 @@ def test_pool_and_reader_are_warm_after_a_while_and_usable_before(
             assert handle.warm_state is WarmState.UNKNOWN
         with process.fabric.engram.open("wide", transport="local") as handle:
             assert handle.warm_state is WarmState.WARM
+        until(lambda: "prefetch distance chosen" in process.log.read_text(), "the pool has measured on its first warm version")
         assert process.stop() == 0
+
+
+async def test_the_prefetch_distance_is_measured_on_warm_rows_that_are_here(
+    serve: Serve, shm_folder: Path, ple: EngramModel, eventually: Eventually
+) -> None:
+    rows, row_bytes = ple.rows_hashed(0), ple.row.bytes
+    async with serve(folder=shm_folder, keep_segments=False) as served:
+        await served.load(ple, None)
+        (resident,) = served.pool.residents()
+        await eventually(lambda: resident.warm_state is WarmState.WARM, "its pages are entered")
+        found = stretch_to_measure([resident], rows * row_bytes)
+        assert found is not None
+        assert found[0] is resident
+        assert found[1].shape == (rows, row_bytes)
+        assert stretch_to_measure([resident], rows * row_bytes + 1) is None  # it says nothing of memory
+        resident.closing = True
+        assert stretch_to_measure([resident], 1) is None
+        resident.closing = False
+        placement = pb.Placement(owners=["a", "b"], owner="a", replicas=1, stretch_rows=1024)
+        part = pb.LoadTableRequest(manifest_json=ple.to_json(), random=pb.RandomSource(seed=0), placement=placement)
+        assert [event async for event in served.stub.LoadTable(part)]
+        (resident,) = served.pool.residents()
+        await eventually(lambda: resident.warm_state is WarmState.WARM, "the pages of the part are entered")
+        held = resident.stored.held[0]
+        found = stretch_to_measure([resident], 1)
+        assert held is not None
+        assert found is not None
+        assert len(found[1]) == max(last - first for first, last in held) < rows
 
 
 def test_a_rate_holds_the_pool_back_and_a_stop_does_not_wait_for_it(

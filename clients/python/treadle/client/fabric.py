@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from treadle.client.endpoint import Endpoint
-from treadle.client.engram.pool import AsyncEngramPool, EngramPool
+from treadle.client.engram import AsyncEngramPool, EngramPool
 from treadle.client.worker import AsyncWorker, Worker
 
 ENGRAM_ADDRESS = "127.0.0.1:7401"

@@ -11,7 +11,7 @@ import stat
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import TableSegment
+from engram_pool.domain.storing import TableSegment
 from treadle.contract import DataLoss
 from treadle.contract.table_manifest import CHUNK_BYTES
 

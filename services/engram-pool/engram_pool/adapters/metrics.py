@@ -77,14 +77,14 @@ class PrometheusMeters:
             ["tier"],
             registry=self._registry,
         )
-        gauge.labels("memory" if pool.in_memory else "disk").set_function(lambda: pool.table_bytes)
-        gauge.labels("corrupt").set_function(lambda: pool.set_aside_bytes)
+        gauge.labels("memory" if pool.occupancy.in_memory else "disk").set_function(lambda: pool.occupancy.table_bytes)
+        gauge.labels("corrupt").set_function(lambda: pool.occupancy.set_aside_bytes)
         for name, text, read in (
-            ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.page_bytes),
-            ("warm_bytes", "Bytes of tables whose pages are entered in the pool's process", lambda: pool.warm_bytes),
-            ("models_resident", "Versions that can be opened", lambda: pool.models_resident),
-            ("open_readers", "Processes that hold a version, counted for each version", pool.open_readers),
-            ("watchers", "Watches in progress", lambda: pool.watchers),
+            ("page_bytes", "Smallest page size in use for a table's mapping", lambda: pool.occupancy.page_bytes),
+            ("warm_bytes", "Bytes of tables whose pages are entered in the pool's process", lambda: pool.occupancy.warm_bytes),
+            ("models_resident", "Versions that can be opened", lambda: pool.occupancy.models_resident),
+            ("open_readers", "Processes that hold a version, counted for each version", pool.readers.open_readers),
+            ("watchers", "Watches in progress", lambda: pool.readers.watchers),
         ):
             Gauge(f"treadle_engram_{name}", text, registry=self._registry).set_function(read)
 
@@ -92,7 +92,7 @@ class PrometheusMeters:
             "treadle_engram_versions", "Versions in memory, by how far their pages are entered", ["warm"], registry=self._registry
         )
         for state in (WarmState.COLD, WarmState.WARMING, WarmState.WARM):
-            warm.labels(str(state)).set_function(partial(pool.versions_in, state))
+            warm.labels(str(state)).set_function(partial(pool.occupancy.versions_in, state))
 
         placed = Gauge(
             "treadle_engram_node_bytes",
@@ -101,7 +101,7 @@ class PrometheusMeters:
             registry=self._registry,
         )
         for node in nodes():
-            placed.labels(str(node)).set_function(partial(pool.node_bytes, node))
+            placed.labels(str(node)).set_function(partial(pool.occupancy.node_bytes, node))
 
     def observe_device(self, device_nodes: Mapping[str, int]) -> None:
         """Export which nodes a DAX device belongs to, by kind: numa (nearest), target (its own); -1: not told."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from engram_pool.domain.origins import StoreOrder
-from engram_pool.domain.ports import Rows, Staging, TokenMap
+from engram_pool.domain.storing import Rows, Staging, TokenMap
 from engram_pool.domain.token_maps import TOKEN_MAP_IDS_MAX, check_token_map, read_token_map
 from treadle.client.engram.mooncake_store import SegmentStore, StoredVersion
 from treadle.contract import DataLoss, EngramModel, InvalidArgument

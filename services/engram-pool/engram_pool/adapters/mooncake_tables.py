@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Ranges
+from engram_pool.domain.storing import Ranges
 from treadle.client.engram.mooncake_engine import Engine
 from treadle.client.engram.mooncake_source import DIRECT_SECONDS_MAX
 from treadle.client.engram.mooncake_wire import IDENTITY_BYTES, identity
@@ -142,7 +142,7 @@ class HeldVersions:
     async def _keep(self, model: str, version: str, opened: Future[Resident], ended: Future[TreadleError]) -> None:
         """Hold the version until cancelled, or until the pool says why it cannot be held any longer."""
         try:
-            async with aclosing(self._pool.hold(model, version)) as holding:
+            async with aclosing(self._pool.readers.hold(model, version)) as holding:
                 resident = await anext(holding)
                 with resident.in_use():
                     opened.set_result(resident)

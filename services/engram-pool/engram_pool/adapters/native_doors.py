@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engram_pool.adapters.row_stores import RowStores
-from engram_pool.domain.ports import Doors, NoDoors, StoredVersion
+from engram_pool.domain.ports import Doors, NoDoors
+from engram_pool.domain.storing import StoredVersion
 from treadle.contract.owners import Door
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, SocketServer, Tenants, Versions
 from treadle.dataplane.ring import RingServer

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import Rows, TableSegment
+from engram_pool.domain.storing import Rows, TableSegment
 from treadle.dataplane.disk import DiskReaders, disk_rows
 from treadle.dataplane.hot_rows import HotCaches
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engram_pool.domain.ports import Rows, Tensor
+from engram_pool.domain.sources import Tensor
+from engram_pool.domain.storing import Rows
 from treadle.contract import DataLoss, InvalidArgument, NotFound
 
 FILES_MAX = 4096  # in one folder

@@ -33,7 +33,7 @@ from engram_pool.adapters.version_files import (
     map_version,
 )
 from engram_pool.adapters.version_locks import count_readers, hold_for_life, locked_alone
-from engram_pool.domain.ports import Adopted, SetAside, Standing, StoredVersion
+from engram_pool.domain.storing import Adopted, SetAside, Standing, StoredVersion
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
 from treadle.contract.version import check_name, check_version
 

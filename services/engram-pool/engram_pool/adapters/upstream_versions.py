@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from engram_pool.adapters.native_doors import NativeDoors
 from treadle.client import Endpoint
-from treadle.client.engram.pool import AsyncEngramPool, EngramPool
+from treadle.client.engram import AsyncEngramPool, EngramPool
 from treadle.client.engram.pool_types import ResidentModel
 from treadle.client.engram.socket_source import hash_plans, remote_layers
 from treadle.contract import TreadleError, Unavailable

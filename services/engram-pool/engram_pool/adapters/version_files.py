@@ -17,7 +17,7 @@ from engram_pool.adapters.kept_files import CARD_NAME, FUSION_NAME, KEPT_KEY, re
 from engram_pool.adapters.segment_places import SegmentPlaces, Writer
 from engram_pool.adapters.small_files import read_small, write_small
 from engram_pool.domain.origins import ORIGIN_BYTES_MAX
-from engram_pool.domain.ports import Ranges, Standing, StoredVersion, TokenMap
+from engram_pool.domain.storing import Ranges, Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, canonical_json
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA

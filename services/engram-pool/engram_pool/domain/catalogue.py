@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from engram_pool.domain.ports import Standing, StoredVersion, Warmth
+from engram_pool.domain.ports import Warmth
+from engram_pool.domain.storing import Standing, StoredVersion
 from treadle.contract import DataLoss, EngramModel, NotFound, Unavailable
+from treadle.contract.owners import Holding
 from treadle.contract.warm_state import WarmState
 from treadle.kernels import HashPlan
 
@@ -60,6 +62,13 @@ class Resident:
     def warm_state(self) -> WarmState:
         """Whether its rows' first gathers here meet page faults."""
         return WarmState.COLD if self.warmth is None else self.warmth.state
+
+    @property
+    def holding(self) -> Holding:
+        """Which of its rows are here."""
+        segments = self.stored.segments
+        held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
+        return Holding(self.name, self.version, held)
 
     @property
     def listed(self) -> bool:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from engram_pool.domain.ports import Checkpoint, Rows, Tensor, TokenMap
+from engram_pool.domain.sources import Checkpoint, Tensor
+from engram_pool.domain.storing import Rows, TokenMap
 from engram_pool.domain.tensor_match import LayerTensors
 from treadle.contract import EngramModel
 

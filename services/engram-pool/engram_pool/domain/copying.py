@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from engram_pool.domain.compute import Compute
 from engram_pool.domain.grown_rows import check_table
 from engram_pool.domain.peer_rows import PeerRows
-from engram_pool.domain.ports import Meters, Ranges, Staging, TableWriter
+from engram_pool.domain.ports import Meters
 from engram_pool.domain.progress import Pace, Progress
 from engram_pool.domain.row_sources import BLOCK_ROWS, RowSource, RowsWithFiles
+from engram_pool.domain.storing import Ranges, Staging, TableWriter
 from treadle.contract import Table
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels.held import chunk_runs, chunks_in, ranges_text

@@ -8,8 +8,9 @@ from typing import Any
 
 from engram_pool.domain.config_keys import KEYS_LISTED_MAX, model_name, whole
 from engram_pool.domain.ple_config import LAYERS_KEY, padded_rows, ple_dim, ple_keys, ple_layers, ple_template
-from engram_pool.domain.ports import Checkpoint, TokenMap
 from engram_pool.domain.single_scale import is_single, read_single
+from engram_pool.domain.sources import Checkpoint
+from engram_pool.domain.storing import TokenMap
 from engram_pool.domain.tensor_match import BYTE_DTYPES, SCALE_DTYPES, TENSOR_DTYPES
 from engram_pool.domain.tensor_names import Found, find_tensors, height, refuse_open
 from engram_pool.domain.v41_config import V41_LAYERS_KEY, v41_template

@@ -17,7 +17,8 @@ from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.compute import Compute, Turnstile
 from engram_pool.domain.held_rows import check_held
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Meters, Rows
+from engram_pool.domain.ports import Meters
+from engram_pool.domain.storing import Rows
 from engram_pool.domain.tenancy import Bandwidth, Tenants
 from treadle.contract import (
     DataLoss,

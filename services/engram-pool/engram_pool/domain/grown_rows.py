@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from engram_pool.domain.ports import GrownFolder, Rows, Staging, Tensor, TokenMap
+from engram_pool.domain.sources import GrownFolder, Tensor
+from engram_pool.domain.storing import Rows, Staging, TokenMap
 from engram_pool.domain.token_maps import TOKEN_MAP_IDS_MAX, check_token_map, read_token_map
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, Table
 

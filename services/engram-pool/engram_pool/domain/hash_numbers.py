@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from engram_pool.domain.ports import Checkpoint, Tensor
+from engram_pool.domain.sources import Checkpoint, Tensor
 from treadle.contract import EngramModel, Family, FingerprintMismatch, InvalidArgument
 
 NUMBERS_MAX = 1024  # of one tensor; a layer has at most 256 heads

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engram_pool.domain.ports import Ranges
+from engram_pool.domain.storing import Ranges
 from treadle.contract import EngramModel, RowOutOfRange
 from treadle.contract.placement import Spread, held_by
 from treadle.kernels.held import first_not_held

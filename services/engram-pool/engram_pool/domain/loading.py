@@ -21,9 +21,11 @@ from engram_pool.domain.held_rows import Share
 from engram_pool.domain.origins import GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder, origin_text
 from engram_pool.domain.peer_rows import PeerRows
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Meters, OpenCheckpoint, OpenGrown, OpenPeers, VersionStore
+from engram_pool.domain.ports import Meters
 from engram_pool.domain.progress import Progress
 from engram_pool.domain.row_sources import OpenStore, RandomRows, RowSource, RowsWithFiles
+from engram_pool.domain.sources import OpenCheckpoint, OpenGrown, OpenPeers
+from engram_pool.domain.storing import VersionStore
 from engram_pool.domain.tensor_match import match_tensors
 from engram_pool.domain.token_maps import check_token_map, read_token_map
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError
@@ -157,7 +159,7 @@ class Loader:
             copies = Copies(source, held, staging, self._compute, self._meters)
             async with aclosing(copies.run()) as events:
                 async for progress in events:
-                    self._pool.refuse_if_draining()
+                    self._pool.changes.refuse_if_draining()
                     yield progress
             yield await self._pool.publish(staging, model.with_tables(copies.tables), keep_previous=order.keep_previous, held=held)
         finally:

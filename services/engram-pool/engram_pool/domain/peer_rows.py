@@ -10,7 +10,8 @@ import logging
 
 import numpy as np
 
-from engram_pool.domain.ports import PeerVersion, Rows, Staging, TokenMap
+from engram_pool.domain.sources import PeerVersion
+from engram_pool.domain.storing import Rows, Staging, TokenMap
 from engram_pool.domain.token_maps import check_token_map, read_token_map
 from treadle.contract import DataLoss, EngramModel
 from treadle.contract.table_manifest import CHUNK_BYTES, table_version

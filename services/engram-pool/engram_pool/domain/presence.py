@@ -30,7 +30,7 @@ class Presence:
     async def keep(self, listen: str) -> None:
         """Tell what is here, again after each change, until the pool stops. listen: host:port that this pool listens on."""
         with suppress(Unavailable):
-            async with aclosing(self._pool.changes()) as changes:
+            async with aclosing(self._pool.changes.each()) as changes:
                 async for _ in changes:
                     await self.tell(listen)
 
@@ -51,10 +51,10 @@ class Presence:
             return
         begun = time.monotonic()
         while (waited := time.monotonic() - begun) < self._leave_seconds_max:
-            if waited >= min(LEAVE_HEARD_SECONDS, self._leave_seconds_max) and not self._pool.holds:
+            if waited >= min(LEAVE_HEARD_SECONDS, self._leave_seconds_max) and not self._pool.readers.holds:
                 break
             await asyncio.sleep(LEAVE_POLL_SECONDS)
-        log.info("left the fabric", extra={"seconds": round(waited, 3), "holds": self._pool.holds})
+        log.info("left the fabric", extra={"seconds": round(waited, 3), "holds": self._pool.readers.holds})
 
 
 def reachable_door(door: Door, endpoint: str) -> Door:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from engram_pool.domain.loading import LoadOrder
 from engram_pool.domain.origins import GrownOrder, PeerOrder, Source, StoreOrder, read_origin
-from engram_pool.domain.ports import Meters, OpenPeers, StoredVersion, TableSegment, VersionStore
+from engram_pool.domain.ports import Meters
 from engram_pool.domain.row_sources import RowSource
+from engram_pool.domain.sources import OpenPeers
+from engram_pool.domain.storing import StoredVersion, TableSegment, VersionStore
 from engram_pool.domain.verification import Damaged
 from treadle.contract import DataLoss, TreadleError
 from treadle.contract.table_manifest import CHUNK_BYTES

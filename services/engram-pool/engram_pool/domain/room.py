@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from engram_pool.domain.catalogue import Catalogue
-from engram_pool.domain.ports import VersionStore
+from engram_pool.domain.storing import VersionStore
 from treadle.contract import EngramModel, ResourceExhausted
 
 log = logging.getLogger("engram_pool")

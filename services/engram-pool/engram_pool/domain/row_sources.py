@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engram_pool.domain.origins import StoreOrder
-from engram_pool.domain.ports import Rows, Staging, TokenMap
+from engram_pool.domain.storing import Rows, Staging, TokenMap
 from treadle.contract import EngramModel, RowLayout
 from treadle.contract.row_layout import SCALE_BYTES
 

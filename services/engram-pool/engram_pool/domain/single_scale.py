@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from engram_pool.domain.ports import Checkpoint
+from engram_pool.domain.sources import Checkpoint
 from engram_pool.domain.tensor_names import Shards
 from treadle.contract import InvalidArgument, Scale
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engram_pool.domain.catalogue import Catalogue, Resident
 from engram_pool.domain.compute import Compute
-from engram_pool.domain.ports import Standing, VersionStore
+from engram_pool.domain.storing import Standing, VersionStore
 
 log = logging.getLogger("engram_pool")
 VERSIONS_KEPT_MAX = 2  # where no setting says more: to go back, and back once more

@@ -12,7 +12,7 @@ import numpy as np
 from engram_pool.domain.compute import Compute, Turnstile
 from engram_pool.domain.gathering import PIECE_BYTES
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import TableSegment
+from engram_pool.domain.storing import TableSegment
 from treadle.contract import Deadline, RowOutOfRange
 from treadle.contract.table_manifest import CHUNK_BYTES
 

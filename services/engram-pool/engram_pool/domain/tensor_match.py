@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engram_pool.domain.ports import Checkpoint, Tensor
 from engram_pool.domain.single_scale import is_single, read_single
+from engram_pool.domain.sources import Checkpoint, Tensor
 from engram_pool.domain.tensor_names import Found, Shards, find_tensors, height, listed, refuse_open
 from treadle.contract import EngramModel, FingerprintMismatch, InvalidArgument, RowLayout
 

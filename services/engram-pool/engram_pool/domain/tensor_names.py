@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from engram_pool.domain.ports import Checkpoint, Tensor
+from engram_pool.domain.sources import Checkpoint, Tensor
 from treadle.contract import InvalidArgument
 
 TENSORS_LISTED_MAX = 20  # a refusal shows the largest ones

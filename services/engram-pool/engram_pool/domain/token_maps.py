@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from engram_pool.domain.ports import TokenMap
+from engram_pool.domain.storing import TokenMap
 from treadle.contract import EngramModel, FingerprintMismatch, InvalidArgument
 
 TOKEN_MAP_IDS_MAX = 1 << 22  # 4 M ids, 16 MiB: sixteen times the largest vocabulary in use

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engram_pool.domain.config_keys import model_name, whole, wholes
-from engram_pool.domain.ports import TokenMap
+from engram_pool.domain.storing import TokenMap
 from engram_pool.domain.token_maps import compressed_size, token_map_digest
 from treadle.contract import EngramModel, FingerprintMismatch, Fusion, InvalidArgument
 from treadle.contract.engram_model import COLUMNS_MAX, LAYERS_MAX, ORDER_MAX, ROWS_MAX

@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncGenerator
 
 from engram_pool.domain.compute import Compute
-from engram_pool.domain.ports import StoredVersion
 from engram_pool.domain.progress import PROGRESS_SECONDS, Progress
+from engram_pool.domain.storing import StoredVersion
 from treadle.contract import DataLoss
 
 

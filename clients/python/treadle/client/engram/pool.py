@@ -1,14 +1,10 @@
-"""Calls an engram pool: load, open, list, watch, promote, verify, remove. Plain and asyncio faces over the same messages."""
+"""Calls an engram pool from plain code: load, open, list, watch, promote, verify, remove. The same from asyncio: async_pool."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,26 +12,28 @@ from numpy.typing import NDArray
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.client.engram import pool_types as types
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.load_messages import (
+    LOAD_SECONDS_MAX,
+    LoadAnswers,
+    ProgressCallback,
+    grown_request,
+    load_request,
+    placed,
+    report,
+    store_request,
+)
 from treadle.client.engram.mooncake_push import Pushed, PushOptions, push_version
-from treadle.client.engram.mooncake_source import mooncake_source
 from treadle.client.engram.mooncake_store import SegmentStore
-from treadle.client.engram.owners import OwnerList, OwnerWatch, owner_lists
-from treadle.client.engram.ring_source import ring_source
-from treadle.client.engram.rpc_source import RpcSource
-from treadle.client.engram.socket_source import socket_source
-from treadle.client.engram.sources import RowSource, local_source, mapped_source
-from treadle.client.engram.spread import owners_told_by, spread_source
+from treadle.client.engram.owners import OwnerList, OwnerWatch
+from treadle.client.engram.pool_types import model_ref
 from treadle.client.engram.table_reading import describe_table, read_table
-from treadle.contract import AccessDenied, EngramModel, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
+from treadle.client.engram.transport_choice import row_source
+from treadle.contract import EngramModel
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
-log = logging.getLogger("treadle.client")
-LOAD_SECONDS_MAX = 6 * 3600.0  # 200 GB from a slow disk; a load that hangs ends some day
 FUSION_SECONDS_MAX = 60.0  # weights are megabytes; the pool ends a call after its own `gather_seconds_max`
 WATCH_SECONDS_MAX = 24 * 3600.0  # a watch is renewed daily
-Result = TypeVar("Result")
-ProgressCallback = Callable[[types.Progress], None]
 
 
 class EngramPool:
@@ -59,9 +57,9 @@ class EngramPool:
         Raises NotFound, FingerprintMismatch naming the field, DataLoss, ProtocolMismatch, Unavailable.
         """
         self.status()
-        request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
+        request = pb.OpenModelRequest(ref=model_ref(model, version), expected_fingerprint=dict(expected or {}))
         opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, request))
-        source = _source(self._endpoint, opened, transport, workers)
+        source = row_source(self._endpoint, opened, transport, workers)
         return EngramHandle(opened.resident.model, opened.resident.version, source, opened.card)
 
     def load_random(
@@ -72,9 +70,9 @@ class EngramPool:
 
         Raises ResourceExhausted when there is no room, before anything is allocated.
         """
-        request = types.load_request(model, token_map, keep_previous)
+        request = load_request(model, token_map, keep_previous)
         request.random.CopyFrom(pb.RandomSource(seed=seed))
-        return self._load(types.placed(request, placement), progress, timeout_seconds)
+        return self._load(placed(request, placement), progress, timeout_seconds)
 
     def load_checkpoint(
         self, path: Path, model: EngramModel | None = None, token_map: NDArray[np.int32] | None = None, *,
@@ -90,9 +88,9 @@ class EngramPool:
         for a checkpoint that hashes otherwise.
         """
         source = pb.CheckpointSource(path=str(path), tensors=dict(tensors or {}), name=name, row_dtype=row_dtype)
-        request = types.load_request(model, token_map, keep_previous)
+        request = load_request(model, token_map, keep_previous)
         request.checkpoint.CopyFrom(source)
-        return self._load(types.placed(request, placement), progress, timeout_seconds)
+        return self._load(placed(request, placement), progress, timeout_seconds)
 
     def load_grown(
         self, path: Path, name: str | None = None, *, keep_previous: bool = True, progress: ProgressCallback | None = None,
@@ -104,7 +102,7 @@ class EngramPool:
         keep_previous: keep the version that is current now, so that `promote` can go back to it; the pool keeps a few
         Raises NotFound and InvalidArgument naming the file, DataLoss for one that is not what the manifest says, ResourceExhausted.
         """
-        return self._load(types.grown_request(path, name, keep_previous), progress, timeout_seconds)
+        return self._load(grown_request(path, name, keep_previous), progress, timeout_seconds)
 
     def load_peers(
         self, endpoints: Sequence[str], model: str, version: str | None = None, *, placement: types.OwnerShare | None = None,
@@ -117,17 +115,17 @@ class EngramPool:
         Raises NotFound, Unavailable naming each peer's reason, DataLoss for bytes that do not fit, ResourceExhausted.
         """
         request = pb.LoadTableRequest(
-            peers=pb.PeerSource(endpoints=endpoints, ref=_ref(model, version)), keep_previous=keep_previous
+            peers=pb.PeerSource(endpoints=endpoints, ref=model_ref(model, version)), keep_previous=keep_previous
         )
-        return self._load(types.placed(request, placement), progress, timeout_seconds)
+        return self._load(placed(request, placement), progress, timeout_seconds)
 
     def describe(self, model: str, version: str | None = None) -> types.OpenedModel:
         """Where a version lies and what it is, without opening it. Raises NotFound, DataLoss, Unavailable."""
-        return types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
+        return types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=model_ref(model, version))))
 
     def describe_table(self, model: str, layer: int, version: str | None = None) -> tuple[bytes, bytes]:
         """(sha256 of each chunk of a table, joined; its token map, int32 little-endian, or empty), for pools."""
-        request = pb.ReadTableRequest(ref=_ref(model, version), layer=layer)
+        request = pb.ReadTableRequest(ref=model_ref(model, version), layer=layer)
         return describe_table(self._endpoint, self._stub, request, self._endpoint.timeout_seconds)
 
     def read_table(self, model: str, layer: int, first_byte: int, byte_count: int, version: str | None = None) -> bytes:
@@ -135,7 +133,7 @@ class EngramPool:
 
         Raises RowOutOfRange where that pool does not hold them all, DataLoss for another number of bytes.
         """
-        request = pb.ReadTableRequest(ref=_ref(model, version), layer=layer, first_byte=first_byte, byte_count=byte_count)
+        request = pb.ReadTableRequest(ref=model_ref(model, version), layer=layer, first_byte=first_byte, byte_count=byte_count)
         return read_table(self._endpoint, self._stub, request, self._endpoint.timeout_seconds)
 
     def load_store(
@@ -147,7 +145,7 @@ class EngramPool:
         version: None: the one that was pushed last
         Raises NotFound, DataLoss for bytes that are not the version's, Unavailable, ResourceExhausted.
         """
-        return self._load(types.store_request(store, protocol, model, version, keep_previous), progress, timeout_seconds)
+        return self._load(store_request(store, protocol, model, version, keep_previous), progress, timeout_seconds)
 
     def push_store(
         self, store: str, model: str, version: str | None = None, *, options: PushOptions | None = None, protocol: str = "tcp",
@@ -162,7 +160,7 @@ class EngramPool:
 
     def promote(self, model: str, version: str | None = None) -> types.Promoted:
         """Make a resident version current. version: None: the one that was current before the present one. Raises NotFound."""
-        request = pb.PromoteModelRequest(ref=_ref(model, version))
+        request = pb.PromoteModelRequest(ref=model_ref(model, version))
         return types.promoted(self._endpoint.call(self._stub.PromoteModel, request))
 
     def read_fusion(self, model: str, version: str | None = None, *, timeout_seconds: float = FUSION_SECONDS_MAX) -> bytes:
@@ -170,8 +168,9 @@ class EngramPool:
 
         Raises NotFound for no such version or one without weights, DataLoss, ResourceExhausted.
         """
-        opened = types.opened_model(self._endpoint.call(self._stub.OpenModel, pb.OpenModelRequest(ref=_ref(model, version))))
-        weights, request = types.FusionBytes(opened.resident.model), pb.ReadFusionRequest(ref=_ref(model, opened.resident.version))
+        opened = self.describe(model, version)
+        weights = types.FusionBytes(opened.resident.model)
+        request = pb.ReadFusionRequest(ref=model_ref(model, opened.resident.version))
         for piece in self._endpoint.stream(self._stub.ReadFusion, request, timeout_seconds):
             weights.add(piece)
         return weights.whole()
@@ -210,10 +209,10 @@ class EngramPool:
     ) -> int:
         """Have the pool read a version again; returns the bytes checked. Raises DataLoss if a checksum does not fit."""
         checked = 0
-        request = pb.VerifyModelRequest(ref=_ref(model, version))
+        request = pb.VerifyModelRequest(ref=model_ref(model, version))
         for answer in self._endpoint.stream(self._stub.VerifyModel, request, timeout_seconds):
             checked = answer.progress.bytes_done
-            _report(progress, answer.progress)
+            report(progress, answer.progress)
         return checked
 
     def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
@@ -230,7 +229,7 @@ class EngramPool:
 
     def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
-        answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
+        answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=model_ref(model, version)))
         return [ref.version for ref in answer.removed], answer.awaiting_readers
 
     def status(self, timeout_seconds: float | None = None) -> types.PoolStatus:
@@ -250,178 +249,7 @@ class EngramPool:
         self.close()
 
     def _load(self, request: pb.LoadTableRequest, progress: ProgressCallback | None, timeout_seconds: float) -> types.ResidentModel:
-        loaded: types.ResidentModel | None = None
-        for answer in self._endpoint.stream(
-            self._stub.LoadTable, request, timeout_seconds
-        ):  # to its end: leaving early counts as cancelled
-            if answer.WhichOneof("event") == "loaded":
-                loaded = types.resident_model(answer.loaded)
-            else:
-                _report(progress, answer.progress)
-        return _loaded(loaded)
-
-
-class AsyncEngramPool:
-    """A pool, called from asyncio. Make it inside the loop that uses it; `await close()`.
-
-    Handles are the same EngramHandle: gathers are short and their tickets are awaited with `LookupTicket.arrived`. Work that
-    maps or streams for long runs in a thread, so that the loop never waits.
-    """
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._channel = endpoint, endpoint.aio_channel()
-        self._stub = pb_grpc.EngramPoolServiceStub(self._channel)
-
-    async def open(
-        self, model: str, version: str | None = None, *, transport: str = "auto", expected: Mapping[str, str] | None = None,
-        workers: int = 1,
-    ) -> EngramHandle:  # fmt: skip
-        """`EngramPool.open`; the mapping is made in a thread."""
-        await self.status()
-        request = pb.OpenModelRequest(ref=_ref(model, version), expected_fingerprint=dict(expected or {}))
-        opened = types.opened_model(await self._endpoint.aio_call(self._stub.OpenModel, request))
-        source = await asyncio.to_thread(_source, self._endpoint, opened, transport, workers)
-        return EngramHandle(opened.resident.model, opened.resident.version, source, opened.card)
-
-    async def list_models(self) -> list[types.ResidentModel]:
-        """`EngramPool.list_models`."""
-        answer = await self._endpoint.aio_call(self._stub.ListModels, pb.ListModelsRequest())
-        return [types.resident_model(model) for model in answer.models]
-
-    async def watch(self, timeout_seconds: float = WATCH_SECONDS_MAX) -> AsyncIterator[list[types.ResidentModel]]:
-        """`EngramPool.watch`."""
-        async for answer in self._endpoint.aio_stream(self._stub.WatchModels, pb.WatchModelsRequest(), timeout_seconds):
-            yield [types.resident_model(model) for model in answer.models]
-
-    async def watch_owners(self, *, itself_only: bool = False) -> AsyncGenerator[OwnerList, None]:
-        """`EngramPool.watch_owners`."""
-        request = pb.WatchOwnersRequest(itself_only=itself_only)
-        async with aclosing(self._endpoint.aio_stream(self._stub.WatchOwners, request, WATCH_SECONDS_MAX)) as answers:
-            async for listed in owner_lists(answers):
-                yield listed
-
-    async def run(self, action: Callable[[EngramPool], Result]) -> Result:
-        """Run one of `EngramPool`'s long calls in a thread: `await pool.run(lambda pool: pool.load_random(template))`."""
-
-        def act() -> Result:
-            with EngramPool(self._endpoint) as pool:
-                return action(pool)
-
-        return await asyncio.to_thread(act)
-
-    async def load_grown(
-        self, path: Path, name: str | None = None, *, keep_previous: bool = True, progress: ProgressCallback | None = None,
-        timeout_seconds: float = LOAD_SECONDS_MAX,
-    ) -> types.ResidentModel:  # fmt: skip
-        """`EngramPool.load_grown`."""
-        request, loaded = types.grown_request(path, name, keep_previous), None
-        async for answer in self._endpoint.aio_stream(self._stub.LoadTable, request, timeout_seconds):  # to its end, as above
-            if answer.WhichOneof("event") == "loaded":
-                loaded = types.resident_model(answer.loaded)
-            else:
-                _report(progress, answer.progress)
-        return _loaded(loaded)
-
-    async def promote(self, model: str, version: str | None = None) -> types.Promoted:
-        """`EngramPool.promote`."""
-        request = pb.PromoteModelRequest(ref=_ref(model, version))
-        return types.promoted(await self._endpoint.aio_call(self._stub.PromoteModel, request))
-
-    async def read_fusion(self, model: str, version: str | None = None, *, timeout_seconds: float = FUSION_SECONDS_MAX) -> bytes:
-        """`EngramPool.read_fusion`."""
-        request = pb.OpenModelRequest(ref=_ref(model, version))
-        opened = types.opened_model(await self._endpoint.aio_call(self._stub.OpenModel, request))
-        weights, read = types.FusionBytes(opened.resident.model), pb.ReadFusionRequest(ref=_ref(model, opened.resident.version))
-        async for piece in self._endpoint.aio_stream(self._stub.ReadFusion, read, timeout_seconds):
-            weights.add(piece)
-        return await asyncio.to_thread(weights.whole)
-
-    async def reserve_bandwidth(self, name: str, bytes_per_second: int, seconds: float) -> types.ReservedBandwidth:
-        """`EngramPool.reserve_bandwidth`."""
-        request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
-        return types.reserved_bandwidth(await self._endpoint.aio_call(self._stub.ReserveBandwidth, request))
-
-    async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
-        """`EngramPool.remove`."""
-        answer = await self._endpoint.aio_call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=_ref(model, version)))
-        return [ref.version for ref in answer.removed], answer.awaiting_readers
-
-    async def status(self, timeout_seconds: float | None = None) -> types.PoolStatus:
-        """`EngramPool.status`."""
-        status = types.pool_status(await self._endpoint.aio_call(self._stub.Status, pb.StatusRequest(), timeout_seconds))
-        check_protocol(f"engram-pool {self._endpoint.address}", status.proto_version)
-        return status
-
-    async def close(self) -> None:
-        """Close the channel. Handles go on working."""
-        await self._channel.close()
-
-
-def _source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, workers: int) -> RowSource:
-    here = _on_this_host(endpoint.address)
-    if transport == "auto":
-        return _best_source(endpoint, opened, workers, here=here)
-    if transport == Transport.MAPPED:
-        return mapped_source(opened, workers=workers)
-    if transport == Transport.LOCAL:
-        return local_source(opened, workers=workers)
-    if transport == Transport.SOCKET:
-        return _remote_source(endpoint, opened, here=here)
-    if transport == Transport.RING:
-        return ring_source(endpoint, opened)
-    if transport == Transport.RPC:
-        return _rpc(endpoint, opened)
-    if transport == Transport.MOONCAKE:
-        return mooncake_source(endpoint, opened)
-    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket, mooncake or rpc, got {transport!r}")
-
-
-def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
-    """On this host mapped, else by ring; else by the pool's socket door; else by gRPC."""
-    extra = {"model": opened.resident.model.name, "pool": endpoint.address}
-    if here and not any(place.held for place in opened.segments):
-        try:
-            return mapped_source(opened, workers=workers)
-        except (NotFound, PermissionError) as error:  # it runs here but in another container, or as another user
-            log.warning("the table cannot be mapped, its rows come by another way", extra={**extra, "reason": str(error)})
-        try:
-            return ring_source(endpoint, opened)
-        except (NotFound, Unavailable, AccessDenied, ResourceExhausted) as error:
-            log.info("no ring to this pool", extra={**extra, "reason": str(error)})
-    try:
-        return _remote_source(endpoint, opened, here=here)
-    except (NotFound, Unavailable, PermissionError, ResourceExhausted) as error:
-        log.warning("rows come by rpc: there is no native door", extra={**extra, "reason": str(error)})
-    return _rpc(endpoint, opened)
-
-
-def _remote_source(endpoint: Endpoint, opened: types.OpenedModel, *, here: bool) -> RowSource:
-    """The pool's own socket door; where it is one owner among others, all of them."""
-    listed = owners_told_by(endpoint, opened.resident.model)
-    if len(listed.owners) > 1:
-        return spread_source(endpoint, opened.resident.model, listed)
-    return socket_source(endpoint, opened, here=here)
-
-
-def _rpc(endpoint: Endpoint, opened: types.OpenedModel) -> RpcSource:
-    return RpcSource(endpoint, opened.resident.model, opened.resident.version)
-
-
-def _on_this_host(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return address.startswith("unix:") or host in ("localhost", "::1", socket.gethostname()) or host.startswith("127.")
-
-
-def _ref(model: str, version: str | None) -> pb.ModelRef:
-    return pb.ModelRef(model=model, version=version or "")
-
-
-def _loaded(loaded: types.ResidentModel | None) -> types.ResidentModel:
-    if loaded is None:
-        raise Unavailable("the pool ended the load without a result")
-    return loaded
-
-
-def _report(progress: ProgressCallback | None, message: pb.Progress) -> None:
-    if progress is not None:
-        progress(types.Progress(message.bytes_done, message.bytes_total, message.step))
+        answers = LoadAnswers(progress)
+        for answer in self._endpoint.stream(self._stub.LoadTable, request, timeout_seconds):
+            answers.add(answer)
+        return answers.loaded()

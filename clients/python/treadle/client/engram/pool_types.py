@@ -234,41 +234,17 @@ def reserved_bandwidth(message: pb.ReserveBandwidthResponse) -> ReservedBandwidt
     return ReservedBandwidth(message.reserved_bytes_per_second, message.left_bytes_per_second)
 
 
+def model_ref(model: str, version: str | None) -> pb.ModelRef:
+    """Write one; None: the current version."""
+    return pb.ModelRef(model=model, version=version or "")
+
+
 def windows_message(windows: Windows) -> pb.Windows:
     """Write one: little-endian arrays."""
     return pb.Windows(
         tokens=windows.tokens.astype("<i8", copy=False).tobytes(), starts=windows.starts.astype("<i4", copy=False).tobytes(),
         lookback=windows.lookback.astype("<i8", copy=False).tobytes(), dead=_mask(windows.dead), lookback_dead=_mask(windows.lookback_dead),
     )  # fmt: skip
-
-
-def load_request(model: EngramModel | None, token_map: NDArray[np.int32] | None, keep_previous: bool) -> pb.LoadTableRequest:
-    """Write one, without its source."""
-    return pb.LoadTableRequest(
-        manifest_json=model.template.to_json() if model else b"",
-        token_map=b"" if token_map is None else token_map.astype("<i4").tobytes(), keep_previous=keep_previous,
-    )  # fmt: skip
-
-
-def placed(request: pb.LoadTableRequest, share: OwnerShare | None) -> pb.LoadTableRequest:
-    """The same request for an owner's rows only; unchanged for None."""
-    if share is not None:
-        spread = share.spread
-        request.placement.CopyFrom(pb.Placement(
-            owners=spread.owners, owner=share.owner, replicas=spread.replicas, stretch_rows=spread.stretch_rows,
-        ))  # fmt: skip
-    return request
-
-
-def grown_request(path: Path, name: str | None, keep_previous: bool) -> pb.LoadTableRequest:
-    """Write one."""
-    return pb.LoadTableRequest(grown=pb.GrownSource(path=str(path), name=name or ""), keep_previous=keep_previous)
-
-
-def store_request(store: str, protocol: str, model: str, version: str | None, keep_previous: bool) -> pb.LoadTableRequest:
-    """Write one."""
-    source = pb.StoreSource(master=store, protocol=protocol, ref=pb.ModelRef(model=model, version=version or ""))
-    return pb.LoadTableRequest(store=source, keep_previous=keep_previous)
 
 
 def _mask(mask: NDArray[np.bool_] | None) -> bytes:

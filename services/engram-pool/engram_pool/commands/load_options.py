@@ -19,7 +19,7 @@ from treadle.contract.engram_model import MANIFEST_BYTES_MAX
 from treadle.contract.placement import Spread
 
 if TYPE_CHECKING:
-    from engram_pool.domain.ports import TokenMap
+    from engram_pool.domain.storing import TokenMap
     from treadle.client.engram.pool_types import OwnerShare
 
 PROFILES = ("smollm2-demo",)  # manifests that treadle.nn knows
