@@ -58,6 +58,7 @@ def peers(
     _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
 
 
+@app.command()
 def ring(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
     """Rows by the shared-memory ring of a real pool, beside the mapping and gRPC (needs 3 GB of memory; root for 2 MiB pages)."""
     from treadle_bench.report import show
@@ -208,7 +209,7 @@ def memories(
 def all_(quick: Quick = False, strict: Strict = False) -> None:
     """Every figure of this machine, one after the other (about 20 minutes); not `grow`, which takes hours, nor `peers`, which installs what others made."""
     missed = False
-    for command in (hash_, ticket, gather, attach, ring, load, chat, memories):
+    for command in (hash_, ticket, gather, attach, ring, remote, cache, load, chat, memories):
         try:
             command(quick=quick, strict=strict)
         except typer.Exit:

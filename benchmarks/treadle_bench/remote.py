@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Deadline
+from treadle.contract import Deadline, Unavailable
 from treadle.dataplane import RemoteLayer, RemoteRows
 from treadle.dataplane.socket import parse_address
+from treadle_bench import mooncake
 from treadle_bench.remote_grpc import measure_grpc
 from treadle_bench.remote_owner import BENCH_TOKEN, GATHER, ORDER, SEND, bench_model
 from treadle_bench.report import Goal, Row, interleave, rows_of
@@ -68,7 +69,11 @@ def measure(*, quick: bool) -> tuple[list[Row], list[Goal], list[str]]:
         if row.name == "socket" and row.ratio is not None and row.params["tokens"] == 256
     ]
     by_grpc, grpc_goals = measure_grpc(sizes, rounds, table_rows=table_rows // 4)
-    return rows + by_grpc, goals + grpc_goals, skipped
+    try:
+        by_mooncake, mooncake_goals = mooncake.measure(quick=quick)
+    except Unavailable as error:
+        return rows + by_grpc, goals + grpc_goals, [*skipped, str(error)]
+    return rows + by_grpc + by_mooncake, goals + grpc_goals + mooncake_goals, skipped
 
 
 def _measure(owner: Owner, kind: str, by: str, tokens: int, table_rows: int, rounds: int) -> list[Row]:

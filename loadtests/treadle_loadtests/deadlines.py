@@ -15,7 +15,7 @@ from treadle.dataplane import DeadlineQueue
 from treadle_bench.report import Goal
 from treadle_loadtests import refusals
 from treadle_loadtests.arrivals import Alone, Kind, draw
-from treadle_loadtests.driving import Driver, Seen, jobs_of, sender_core, server_core
+from treadle_loadtests.driving import Driver, Seen, apart, jobs_of
 from treadle_loadtests.oracle import Job, edf_finishes, feasible
 from treadle_loadtests.report import Report
 
@@ -25,7 +25,7 @@ KINDS = (
     Kind("decode", 64 * ROWS_PER_TOKEN, (2.0, 4.0, 8.0)),
     Kind("prefill", 2048 * ROWS_PER_TOKEN, (16.0, 32.0)),  # its chunk computes for far longer than its rows take
 )
-PIECE_ROWS = 256  # about 20 us: what a decode gather may find in its way
+PIECE_ROWS = 512  # about 15 us: what a decode gather may find in its way
 FEASIBLE_MET_MIN, PREFILL_KEPT_MIN, ERROR_MAX = 0.999, 0.9, 0.2
 REFUSE_SECONDS_MAX, REFUSE_RATIO_MAX = 5e-6, 1.2
 
@@ -72,21 +72,18 @@ def run(plan: Plan) -> Report:
     table = private_copy(np.ones((plan.table_bytes // ROW_BYTES, ROW_BYTES), dtype=np.uint8))
     driver = Driver(table, KINDS, plan.seed)
     report = Report("deadlines", asdict(plan))
-    with (
-        server_core() as pinned,
-        DeadlineQueue(piece_rows=PIECE_ROWS, piece_seconds=0.01, implementation="native") as queue,
-        sender_core(),
-    ):
+    with apart() as part, DeadlineQueue(piece_rows=PIECE_ROWS, piece_seconds=0.01, implementation="native") as queue:
+        report.counts["cores_apart"] = int(part())
         alone = driver.alone(queue)
     loads = (plan.load * plan.decode_part, plan.load * (1 - plan.decode_part))
     arrivals = draw(KINDS, alone, loads, plan.seconds, plan.seed)
     orders = {}
     for name in ("edf", "fifo"):
-        with server_core(), _queue(name) as queue, sender_core():
+        with apart() as part, _queue(name) as queue:
+            part()
             driver.alone(queue)  # costs are learnt, caches and clocks are as in the middle of a run
             seen = sorted(driver.drive(queue, arrivals, alone), key=lambda each: each.submitted_ns)
         orders[name] = Order(seen, jobs_of(seen, KINDS, PIECE_ROWS))
-    report.counts["cores_apart"] = int(pinned)
     _judge(report, orders["edf"], orders["fifo"], alone)
     _time_refusals(report, driver, plan)
     return report

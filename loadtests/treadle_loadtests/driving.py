@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from treadle.dataplane import DeadlineQueue, Ticket
 from treadle_loadtests.arrivals import Alone, Arrival, Kind
 from treadle_loadtests.oracle import Job
 
-IDS_SETS = 64  # drawn beforehand for each kind
+IDS_KEPT = 4_000_000  # ids drawn beforehand for each kind: rows of 1.3 GB, so that a set comes again only when no cache holds it
 END_SECONDS = 20.0  # how long the last requests may take
 ALONE_TIMES = 200
 
@@ -48,14 +48,15 @@ class Driver:
     def __init__(self, table: NDArray[np.uint8], kinds: tuple[Kind, ...], seed: int) -> None:
         random = np.random.default_rng(seed)
         self._table, self._kinds = table, kinds
-        self._ids = [[random.integers(0, len(table), kind.rows) for _ in range(IDS_SETS)] for kind in kinds]
+        self._ids = [random.integers(0, len(table), (max(1, IDS_KEPT // kind.rows), kind.rows)) for kind in kinds]
         self._outs = [np.full((kind.rows, table.shape[1]), 1, dtype=np.uint8) for kind in kinds]
         self._sent = 0
 
     def submit(self, queue: DeadlineQueue, kind: int, deadline: Deadline) -> Ticket:
         """Send one request. Raises what the queue refuses it with."""
         self._sent += 1
-        return queue.submit_gather(self._table, self._ids[kind][self._sent % IDS_SETS], self._outs[kind], deadline)
+        ids = self._ids[kind]
+        return queue.submit_gather(self._table, ids[self._sent % len(ids)], self._outs[kind], deadline)
 
     def arguments(self, kind: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint8]]:
         """Table, ids and buffer of a request, for callers that time the native call alone."""
@@ -119,27 +120,19 @@ def jobs_of(seen: Sequence[Seen], kinds: Sequence[Kind], piece_rows: int, *, usu
 
 
 @contextmanager
-def server_core() -> Iterator[bool]:
-    """Inside, threads that start keep to the second core; False where there is none. See `sender_core`."""
-    with _core(1) as there:
-        yield there
+def apart() -> Iterator[Callable[[], bool]]:
+    """Threads that start inside keep to the second core, until what is yielded is called: it moves the caller to the first one.
 
-
-@contextmanager
-def sender_core() -> Iterator[bool]:
-    """Inside, the calling thread keeps to the first core."""
-    with _core(0) as there:
-        yield there
-
-
-@contextmanager
-def _core(number: int) -> Iterator[bool]:
+    It returns False where there is one core only. Outside, the caller is where it was.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        yield False
-        return
-    os.sched_setaffinity(0, {cores[number]})
+
+    def part() -> bool:
+        os.sched_setaffinity(0, {cores[0]})
+        return len(cores) > 1
+
+    os.sched_setaffinity(0, {cores[-1]})
     try:
-        yield True
+        yield part
     finally:
         os.sched_setaffinity(0, cores)

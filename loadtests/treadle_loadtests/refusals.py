@@ -20,7 +20,7 @@ import numpy as np
 from treadle.contract import Deadline
 from treadle.dataplane import DeadlineQueue
 from treadle.dataplane.admission import Reason
-from treadle_loadtests.driving import Driver, sender_core, server_core
+from treadle_loadtests.driving import Driver, apart
 
 TIMES, STANDING = 2000, 16
 START_SECONDS, ANSWER_SECONDS = 60.0, 5.0
@@ -31,7 +31,8 @@ IDS = 256  # of a refused request: a small decode batch
 
 def in_process(driver: Driver, kind: int, *, times: int = TIMES) -> list[float]:
     """Seconds of the native decision, with STANDING requests of the last kind queued before it."""
-    with server_core(), DeadlineQueue(admission=True) as queue, sender_core():
+    with apart() as part, DeadlineQueue(admission=True) as queue:
+        part()
         engine, arguments = queue.native_engine(), driver.arguments(kind)
         driver.alone(queue)  # costs are learnt
         seconds: list[float] = []
@@ -50,7 +51,12 @@ def in_process(driver: Driver, kind: int, *, times: int = TIMES) -> list[float]:
 
 def end_to_end(*, times: int = TIMES) -> tuple[list[float], list[float]]:
     """Seconds of a refused request, and of an empty round trip (ping), one after the other on one connection."""
-    with _server() as (path, version, fingerprint), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door, sender_core():
+    with (
+        apart() as part,
+        _server() as (path, version, fingerprint),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door,
+    ):
+        part()
         door.settimeout(ANSWER_SECONDS)
         door.connect(str(path))
         body = struct.pack("<iIq", 0, 0, IDS) + np.arange(IDS, dtype="<i8").tobytes()
@@ -83,8 +89,8 @@ def _round_trip(door: socket.socket, request: bytes, wanted: int) -> float:
 
 @contextmanager
 def _server() -> Iterator[tuple[Path, str, str]]:
-    """A door with one version in a process of its own, on the second core: (socket, version, fingerprint)."""
-    with tempfile.TemporaryDirectory(prefix="treadle-loadtest-") as folder, server_core():
+    """A door with one version in a process of its own, on the caller's core: (socket, version, fingerprint)."""
+    with tempfile.TemporaryDirectory(prefix="treadle-loadtest-") as folder:
         path = Path(folder) / "door.sock"
         command = [sys.executable, "-m", "treadle_loadtests.refusal_server", str(path)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:

@@ -383,13 +383,11 @@ private:
 
     void end_layer(Call& call, CallLayer& layer, State state, Fault fault) {
         if (layer.ticket->ended()) return;
-        {
-            std::lock_guard lock(mutex_);
-            finished_.push_back(layer.ticket);
-        }
         layer.ticket->fault = fault;
         --call.layers_open;
         layer.ticket->end(state);
+        std::lock_guard lock(mutex_);
+        finished_.push_back(layer.ticket);
     }
 
     void end_if_over(const CallRef& call) {

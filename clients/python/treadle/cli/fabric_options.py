@@ -25,6 +25,7 @@ class EngramTransport(StrEnum):
     AUTO = "auto"
     MAPPED = "mapped"
     LOCAL = "local"
+    RING = "ring"
     SOCKET = "socket"
     RPC = "rpc"
 

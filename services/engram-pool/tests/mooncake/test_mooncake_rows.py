@@ -87,7 +87,7 @@ def door_of(process: Process, fabric: Fabric | None = None) -> str:
         from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
         status = endpoint.call(pb_grpc.EngramPoolServiceStub(channel).Status, pb.StatusRequest())
-    (door,) = status.doors
+    (door,) = (door for door in status.doors if door.transport == "mooncake")
     assert door.transport == "mooncake"
     return str(door.address)
 
