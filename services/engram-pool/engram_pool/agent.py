@@ -38,7 +38,7 @@ async def serve_agent(settings: Settings, registry: CollectorRegistry, build_ver
         tenants=tenants, stores=RowStores.remote(settings.hot_rows_bytes),
     )  # fmt: skip
     versions = UpstreamVersions(endpoints, doors)
-    agent = AgentServer(endpoints, lambda: doors.open_doors, build_version=build_version)
+    agent = AgentServer(endpoints, lambda: doors.open_doors, versions.check_served, build_version=build_version)
     following = asyncio.create_task(versions.follow_forever())
     try:
         doors.open_ring(
