@@ -86,6 +86,14 @@ def reads(handle: EngramHandle) -> bool:
     return True
 
 
+def refusal(*settings: str) -> str:
+    """What a process that does not start says."""
+    command = [sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=READY_SECONDS_MAX, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
 def test_hot_rows_of_a_table_that_was_repaired_are_those_of_the_repair(
     folder: Callable[[str], Path], ple: EngramModel, until: Until
 ) -> None:
@@ -189,3 +197,17 @@ def test_a_version_of_which_owners_hold_parts_is_refused_and_they_are_named(
                 return False
 
             until(refused, "the agent refuses the version")
+
+
+def test_settings_without_effect_on_an_agent_are_refused() -> None:
+    said = refusal("--upstream", "127.0.0.1:1", "--socket-listen", "127.0.0.1:0", "--verify-on-start", "full")
+    assert "socket_listen" in said
+    assert "verify_on_start" in said
+    assert "upstream" in said
+    assert "hot_rows_bytes" not in said
+
+
+def test_an_agent_refuses_a_folder_that_others_may_write_to(folder: Callable[[str], Path]) -> None:
+    folder("open").mkdir()
+    folder("open").chmod(0o777)
+    assert "writable by others" in refusal("--upstream", "127.0.0.1:1", "--segment-dir", str(folder("open")))
