@@ -310,12 +310,12 @@ Tickets submit_gather(const ClientDoorRef& door, int32_t number, const py::objec
 }
 
 // The client's own; it stays open as long as the store is used.
-RowStoreRef store_of(const ClientDoorRef& door, int32_t number, int64_t give_up_ns) {
+RowStoreRef store_of(const ClientDoorRef& door, int32_t number, int64_t give_up_ns, int64_t patience_ns) {
     const RemoteVersion& version = *door->client->version();
     const int place = version.position(number);
     if (place < 0) throw py::value_error("layers: no such layer");
     const RemoteLayer& layer = version.layers[static_cast<size_t>(place)];
-    return std::make_shared<RemoteTable>(door->client, number, layer.row_count, layer.row_bytes, give_up_ns);
+    return std::make_shared<RemoteTable>(door->client, number, layer.row_count, layer.row_bytes, give_up_ns, patience_ns);
 }
 
 py::dict hub_stats(const HubDoor& door) {

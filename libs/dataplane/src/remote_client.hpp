@@ -113,10 +113,10 @@ public:
         return Fault::unavailable;
     }
 
-    // The layer's ticket ends soon, and nobody writes to its buffer afterwards.
-    void cancel(const CallRef& call, size_t layer) {
+    // The layer's ticket ends soon, and nobody writes to its buffer afterwards. False, and it never ends: the reactor is closed.
+    bool cancel(const CallRef& call, size_t layer) {
         auto self = shared_from_this();
-        reactor_->post([self, call, layer] {
+        return reactor_->post([self, call, layer] {
             self->end_layer(*call, call->layers[layer], State::cancelled, Fault::none);
             self->end_if_over(call);
         });
@@ -143,6 +143,9 @@ public:
         std::lock_guard lock(mutex_);
         return std::exchange(finished_, {});
     }
+
+    // After a `cancel` that said false: returns when nobody writes to a buffer any more. Not from inside the reactor.
+    void wait_closed() { reactor_->close(); }
 
     const RemoteVersionRef& version() const noexcept { return version_; }
 

@@ -150,7 +150,7 @@ private:
 
     void run_claim(const Claim& claim) {
         const int64_t start = now_ns();
-        const Fault fault = claim.ticket->job.run(claim.first, claim.last);
+        const Fault fault = claim.ticket->run(claim.first, claim.last);
         shared_.queue.finish(claim, now_ns() - start, fault);
     }
 

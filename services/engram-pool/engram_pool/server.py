@@ -299,6 +299,7 @@ def _model(listed: Listed) -> pb.Model:
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
         manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
         loaded_at_seconds=resident.stored.loaded_at_seconds, warm_state=_WARM_STATES[resident.warm_state],
+        damaged_at_ns=resident.damaged_at_ns,
     )  # fmt: skip
 
 

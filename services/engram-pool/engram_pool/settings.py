@@ -109,11 +109,12 @@ class Settings(ServerSettings):
     socket_reply_bytes_max: int = 1 << 30
     """Most bytes of replies in the works at the native socket door; requests beyond it are refused."""
     door_threads: int = 2
-    """Threads that gather for requests at the native doors."""
+    """Threads that gather for requests at the native doors; a host agent's wait for owners, and it has eight times as many."""
     door_requests_max: int = 1024
     """Most requests at the native doors that wait for a thread; more are refused."""
     door_admission: bool = True
-    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted.
+    Not in host-agent mode: there the pools that hold the tables do so."""
     tenants_file: Path | None = None
     """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     ring_listen: str = "auto"
@@ -131,7 +132,8 @@ class Settings(ServerSettings):
     hot_rows_bytes: int = 0
     """Most memory of hot rows before the disk, shared with the ring's clients, for each size of rows; 0: none."""
     upstream: str = ""
-    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring."""
+    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring.
+    Settings of what it has not (tables, other doors) are refused."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0

@@ -213,13 +213,14 @@ class RemoteRows:
             raise _refusal(tickets)
         return RemoteTicket(tickets[0], deadline)
 
-    def store(self, layer: int, give_up_seconds: float) -> Any:
-        """A native store of one table's rows: each of its gathers asks the owners and waits, `give_up_seconds` at most.
+    def store(self, layer: int, give_up_seconds: float, *, patience_seconds: float = 0.0) -> Any:
+        """A native store of one table's rows: each of its gathers asks the owners and waits, `give_up_seconds` at most, and
+        `patience_seconds` past the deadline of the request that it is for. A request that was stopped is not waited for.
 
         For a process that serves rows which others hold. Usable until `close`.
         """
         self._layer(layer)
-        return self._native.store(layer, round(give_up_seconds * 1e9))
+        return self._native.store(layer, round(give_up_seconds * 1e9), _patience_ns(patience_seconds))
 
     def close(self) -> None:
         """End what is in flight as cancelled. Nobody writes to a buffer afterwards. A second call does nothing."""
