@@ -27,10 +27,11 @@ struct ServerDoor {
 };
 
 std::unique_ptr<ServerDoor> open_server(const EngineRef& engine, const std::shared_ptr<Versions>& versions, const std::vector<int>& listeners,
-                                        int connections_max, uint64_t reply_bytes_max, double idle_seconds, double stall_seconds) {
+                                        int connections_max, uint64_t reply_bytes_max, double idle_seconds, double stall_seconds, double greet_seconds) {
     std::vector<Descriptor> owned;
     for (const int fd : listeners) owned.emplace_back(fd);
-    const SocketLimits limits{connections_max, reply_bytes_max, static_cast<int64_t>(idle_seconds * 1e9), static_cast<int64_t>(stall_seconds * 1e9)};
+    const SocketLimits limits{connections_max, reply_bytes_max, static_cast<int64_t>(idle_seconds * 1e9), static_cast<int64_t>(stall_seconds * 1e9),
+                              static_cast<int64_t>(greet_seconds * 1e9)};
     auto door = std::make_unique<ServerDoor>();
     door->engine = engine;
     door->server = std::make_unique<SocketServer>(engine->queue, engine->piece_rows, versions, limits, std::move(owned));
