@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from treadle.contract import AccessDenied, ResourceExhausted
-from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, SocketServer, Tenants, Versions
+from treadle.contract import AccessDenied, Deadline, InvalidArgument, ResourceExhausted, Windows
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, RemoteLayer, RemoteRows, Route, SocketServer, Tenants, Versions
 from treadle.dataplane.socket import ping, token_digest
+from treadle.kernels import row_ids
 
 if TYPE_CHECKING:
-    from tests.owner_process import ROW_BYTES, layers_of, model_of
+    from tests.owner_process import ROW_BYTES, layers_of, model_of, plans_of, rows_of
 else:
-    from owner_process import ROW_BYTES, layers_of, model_of
+    from owner_process import ROW_BYTES, layers_of, model_of, plans_of, rows_of
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: install a C++20 compiler")
 HEADER = struct.Struct("<IHHQQqqQQIi32s32s32s")
-MODEL, KEY, SECONDS = model_of(), "a key", 10.0
+MODEL, PLANS, KEY, SECONDS = model_of(), plans_of(model_of()), "a key", 10.0
 GATHER, PING, FAULT, FORBIDDEN, REFUSED = 1, 3, 17, 8, 6
 STRANGERS_MAX = 16
+TABLE = {layer: rows_of(np.arange(MODEL.table(layer).rows, dtype=np.int64), layer) for layer in MODEL.layers}
 
 
 @contextmanager
@@ -76,6 +78,20 @@ def soon(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@contextmanager
+def rows_at(server: SocketServer, *, spread: bool = False, token: str | None = KEY) -> Iterator[RemoteRows]:
+    layers = [RemoteLayer(n, MODEL.table(n).rows, ROW_BYTES, MODEL.columns, PLANS[n]) for n in MODEL.layers]
+    rows = RemoteRows(MODEL.version, MODEL.fingerprint.digest, layers, token=token)
+    try:
+        rows.add_owner(server.addresses[0])
+        if spread:
+            owners = np.zeros((1, 1), np.int32)
+            rows.set_routes({n: Route(np.array([0, MODEL.table(n).rows]), owners) for n in MODEL.layers})
+        yield rows
+    finally:
+        rows.close()
 
 
 def test_silent_strangers_shut_nobody_out_and_are_gone_soon() -> None:
@@ -135,3 +151,43 @@ def test_a_reader_below_the_least_rate_is_cut_though_it_never_stalls() -> None:
             time.sleep(0.05)  # the pace of this reader
         assert server.stats()["cut_total"] == 1
         assert got < count * ROW_BYTES
+
+
+def test_a_reply_above_the_limit_is_invalid_and_names_it() -> None:
+    ids = np.zeros(20_000, np.int64)
+    with serving(reply_bytes_max=1 << 20) as server, rows_at(server) as rows:
+        until, out = Deadline.after(SECONDS), np.zeros((len(ids), ROW_BYTES), np.uint8)
+        ticket = rows.submit_gather(1, ids, out, until, until)
+        with pytest.raises(
+            InvalidArgument, match=r"1280000 bytes is more than 1048576, the limit socket_reply_bytes_max: ask for fewer"
+        ):
+            ticket.wait(SECONDS)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_large_gather_is_asked_for_in_pieces(spread: bool) -> None:
+    ids = np.random.default_rng(0).integers(0, MODEL.table(1).rows, 700_000)  # 45 MB
+    with serving(reply_bytes_max=64 << 20) as server, rows_at(server, spread=spread) as rows:
+        until, out = Deadline.after(SECONDS), np.zeros((len(ids), ROW_BYTES), np.uint8)
+        assert rows.submit_gather(1, ids, out, until, until).wait(SECONDS)
+        assert np.array_equal(out, TABLE[1][ids])
+        assert server.stats()["requests_total"] == 3
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_large_lookup_is_cut_by_layers_and_tokens(spread: bool) -> None:
+    depth, chance, tokens = MODEL.order_max - 1, np.random.default_rng(1), 60_000
+    cuts = np.sort(chance.choice(np.arange(1, tokens), 9, replace=False))
+    windows = Windows(
+        tokens=chance.integers(0, 600, tokens), starts=np.array([0, *cuts, tokens], np.int32),
+        lookback=chance.integers(0, 600, (10, depth)), dead=chance.random(tokens) < 0.2, lookback_dead=chance.random((10, depth)) < 0.2,
+    )  # fmt: skip
+    outs = {layer: np.zeros((tokens, MODEL.columns, ROW_BYTES), np.uint8) for layer in MODEL.layers}
+    assert all(out.nbytes > 16 << 20 for out in outs.values())
+    with serving(reply_bytes_max=64 << 20) as server, rows_at(server, spread=spread) as rows:
+        until = Deadline.after(SECONDS)
+        tickets = rows.submit_lookup(windows, outs, dict.fromkeys(MODEL.layers, until), until)
+        assert all(ticket.wait(SECONDS) for ticket in tickets.values())
+        assert server.stats()["requests_total"] >= 4
+    for layer, out in outs.items():
+        assert np.array_equal(out, TABLE[layer][row_ids(PLANS[layer], windows)])
