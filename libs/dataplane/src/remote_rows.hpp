@@ -67,7 +67,7 @@ private:
     std::vector<Share> shares_of(const Call& call, std::vector<int64_t> ids) const {
         const Split split(call, 0, now_ns());
         std::vector<Segment> segments{{0, 0, 0, std::move(ids), {}}};
-        if (call.whole) return split.whole(gather_work(std::move(segments), call.numbers, call.row_bytes));
+        if (call.whole) return split.whole({gather_work(std::move(segments), call.numbers, call.row_bytes)});
         return split.rows(segments, {client_->version()->position(number_)});
     }
 
