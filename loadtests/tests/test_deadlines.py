@@ -10,10 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from treadle.dataplane import IMPLEMENTATION
+from treadle_bench.report import Goal
 from treadle_loadtests.arrivals import Alone, Arrival, Kind, draw
 from treadle_loadtests.commands import app
 from treadle_loadtests.deadlines import Plan, run
 from treadle_loadtests.driving import Seen, jobs_of
+from treadle_loadtests.report import Report
 
 needs_native = pytest.mark.skipif(
     IMPLEMENTATION != "native", reason="the native extension was not built: pip install needs a C++20 compiler"
@@ -51,10 +53,22 @@ def test_every_request_is_met_late_or_refused_and_every_goal_is_judged() -> None
     assert counts["edf_met_of_the_feasible"] <= min(counts["edf_met"], counts["feasible"])
     assert counts["edf_admitted_and_late_by_load"] <= counts["edf_admitted_and_late"]
     assert [goal.text.split(",")[0] for goal in report.goals] == [
-        "edf met / feasible", "prefill rows a second", "error of the predicted finish", "admitted and late because of overload",
+        "edf met of the feasible / feasible", "prefill rows a second", "error of the predicted finish", "admitted and late because of overload",
         "decision to refuse in process", "refusal by socket / empty round trip",
     ]  # fmt: skip
-    assert len(report.times["refusal in process"]) == len(report.times["refusal by socket"]) == 20
+    assert report.goals[0].value == counts["edf_met_of_the_feasible"] / max(1, counts["feasible"]) <= 1.0
+    assert (
+        len(report.times["refusal, 1,000 queued"])
+        == len(report.times["refusal in process"])
+        == len(report.times["refusal by socket"])
+        == 20
+    )
+
+
+def test_what_may_be_the_cause_stands_beside_a_goal_that_was_missed() -> None:
+    report = Report("deadlines", {}, goals=[Goal("a", 2.0, 1.0), Goal("b", 1.0, 2.0)], caveat="one core")
+    told = [line for line in report.lines() if line.endswith("one core")]
+    assert [line.split()[0] for line in told] == ["MISSED"]
 
 
 @needs_native

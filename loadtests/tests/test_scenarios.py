@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from treadle.dataplane import IMPLEMENTATION
+from treadle_loadtests.chaos import WHOLE, Blows, Plan
+from treadle_loadtests.report import Report
 
 pytestmark = pytest.mark.skipif(
     IMPLEMENTATION != "native", reason="the socket transport needs the native data plane: build libs/dataplane"
@@ -30,6 +35,35 @@ def play(name: str, plan: str) -> dict[str, dict[str, int]]:
     assert set(Path("/dev/shm").glob(LEFT)) <= before  # nothing is left behind
     document: dict[str, dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
     return document
+
+
+class Noticed:
+    """Of a stage: a pool whose death is noticed `late` seconds after the blow, and which is back at once."""
+
+    def __init__(self, late: float) -> None:
+        self.clients: dict[str, Any] = {}
+        self.pools, self.late, self.struck_at, self.died = {WHOLE: "nowhere"}, late, 0.0, False
+
+    def kill(self, _: str) -> None:
+        self.struck_at = time.monotonic()
+
+    def ready(self, _: str) -> bool:
+        before, self.died = self.died, self.died or time.monotonic() - self.struck_at > self.late
+        return before == self.died
+
+    def wait(self, condition: Callable[[], bool], what: str, seconds: float) -> float:
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, what
+        return 0.0
+
+
+def test_a_blow_counts_from_the_kill_on_not_from_when_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Blows, "_opens", lambda *_: True)
+    report = Report("chaos", {})
+    Blows(cast("Any", Noticed(0.05)), Plan(), report)._kill_pool(WHOLE, "pool")
+    assert report.times["killed pool ready again"][0] >= 0.05
+    assert report.times["open at the killed pool"][0] >= 0.05
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Decode and prefill gathers at 80 % of what one worker can do: earliest deadline first with admission, and plain FIFO beside it.
 
-The same arrivals go to both. What was met is held against an oracle that knows the recorded service times (`oracle`).
+The same arrivals go to both. What was met is held against an oracle that knows the recorded service times (`oracle`). "Feasible" is
+what it takes: greedily, in the order of arrival, so another choice might have room for more.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ KINDS = (
 PIECE_ROWS = 512  # about 15 us: what a decode gather may find in its way
 FEASIBLE_MET_MIN, PREFILL_KEPT_MIN, ERROR_MAX = 0.999, 0.9, 0.2
 REFUSE_SECONDS_MAX, REFUSE_RATIO_MAX = 5e-6, 1.2
+MANY_STANDING = 1000  # a decision walks along all that are admitted: what that takes is told, and no goal
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ def run(plan: Plan) -> Report:
     report = Report("deadlines", asdict(plan))
     with apart() as part, DeadlineQueue(piece_rows=PIECE_ROWS, piece_seconds=0.01, implementation="native") as queue:
         report.counts["cores_apart"] = int(part())
+        if not report.counts["cores_apart"]:
+            report.caveat = "one core for sender and queue (cores apart 0): they take turns"
         alone = driver.alone(queue)
     loads = (plan.load * plan.decode_part, plan.load * (1 - plan.decode_part))
     arrivals = draw(KINDS, alone, loads, plan.seconds, plan.seed)
@@ -98,14 +102,14 @@ def _queue(name: str) -> DeadlineQueue:
 def _judge(report: Report, edf: Order, fifo: Order, alone: Sequence[Alone]) -> None:
     """Counts, times and goals of the two orders."""
     could = feasible(edf.jobs)
+    met = sum(each.in_time and can for each, can in zip(edf.seen, could, strict=True))
     ideal = sum(feasible([Job(job.arrival_ns, job.service_ns, job.deadline_ns, 1) for job in edf.jobs]))
     admitted = [each for each in edf.seen if each.finished_ns]
     late, late_by_load = _late(edf)
     errors = [abs(each.predicted_ns - each.finished_ns) / (each.finished_ns - each.submitted_ns) for each in admitted]
     report.counts |= {
         "requests": len(edf.seen), "feasible": sum(could), "feasible_if_preempted_anywhere": ideal, "edf_met": edf.met,
-        "edf_met_of_the_feasible": sum(each.in_time and can for each, can in zip(edf.seen, could, strict=True)),
-        "edf_refused": len(edf.seen) - len(admitted), "edf_admitted_and_late": late,
+        "edf_met_of_the_feasible": met, "edf_refused": len(edf.seen) - len(admitted), "edf_admitted_and_late": late,
         "edf_admitted_and_late_by_load": late_by_load, "fifo_met": fifo.met, "fifo_late": len(fifo.seen) - fifo.met,
     }  # fmt: skip
     for number, kind in enumerate(KINDS):
@@ -120,7 +124,7 @@ def _judge(report: Report, edf: Order, fifo: Order, alone: Sequence[Alone]) -> N
             ]
     kept = edf.prefill_rows_per_second / fifo.prefill_rows_per_second
     report.goals += [
-        Goal("edf met / feasible", edf.met / max(1, sum(could)), FEASIBLE_MET_MIN, at_least=True),
+        Goal("edf met of the feasible / feasible", met / max(1, sum(could)), FEASIBLE_MET_MIN, at_least=True),
         Goal("prefill rows a second, edf / fifo", kept, PREFILL_KEPT_MIN, at_least=True),
         Goal("error of the predicted finish, p90, part of the time it took", float(np.percentile(errors, 90)), ERROR_MAX),
         Goal("admitted and late because of overload", late_by_load, 0),
@@ -141,6 +145,7 @@ def _late(order: Order) -> tuple[int, int]:
 
 def _time_refusals(report: Report, driver: Driver, plan: Plan) -> None:
     report.times["refusal in process"] = refusals.in_process(driver, DECODE, times=plan.refusals)
+    report.times[f"refusal, {MANY_STANDING:,} queued"] = refusals.in_process(driver, DECODE, MANY_STANDING, times=plan.refusals)
     refused, empty = refusals.end_to_end(times=plan.refusals)
     report.times |= {"refusal by socket": refused, "empty round trip": empty}
     report.goals += [

@@ -29,15 +29,15 @@ MAGIC, PROTOCOL, GATHER, PING, FAULT, PONG = 0x4C445254, 1, 1, 3, 17, 18
 IDS = 256  # of a refused request: a small decode batch
 
 
-def in_process(driver: Driver, kind: int, *, times: int = TIMES) -> list[float]:
-    """Seconds of the native decision, with STANDING requests of the last kind queued before it."""
-    with apart() as part, DeadlineQueue(admission=True) as queue:
+def in_process(driver: Driver, kind: int, count: int = STANDING, *, times: int = TIMES) -> list[float]:
+    """Seconds of the native decision, with up to `count` requests of the last kind queued behind it."""
+    with apart() as part, DeadlineQueue(admission=True, tickets_max=count + STANDING) as queue:
         part()
         engine, arguments = queue.native_engine(), driver.arguments(kind)
         driver.alone(queue)  # costs are learnt
         seconds: list[float] = []
         while len(seconds) < times:
-            standing = [driver.submit(queue, -1, Deadline.after(10.0 + number)) for number in range(STANDING)]
+            standing = [driver.submit(queue, -1, Deadline.after(10.0 + number)) for number in range(count)]
             while not standing[-1].done and len(seconds) < times:
                 soon_ns, begun_ns = time.monotonic_ns() + 1000, time.perf_counter_ns()
                 answer = engine.submit_gather(*arguments, soon_ns, 0)
@@ -50,7 +50,10 @@ def in_process(driver: Driver, kind: int, *, times: int = TIMES) -> list[float]:
 
 
 def end_to_end(*, times: int = TIMES) -> tuple[list[float], list[float]]:
-    """Seconds of a refused request, and of an empty round trip (ping), one after the other on one connection."""
+    """Seconds of a refused request, STANDING others behind it, and of an empty round trip (ping), in turn on one connection.
+
+    Raises AssertionError for another answer than that it would be late.
+    """
     with (
         apart() as part,
         _server() as (path, version, fingerprint),
@@ -66,12 +69,12 @@ def end_to_end(*, times: int = TIMES) -> tuple[list[float], list[float]]:
         refused: list[float] = []
         empty: list[float] = []
         for _ in range(times):
-            empty.append(_round_trip(door, ping, PONG))
-            refused.append(_round_trip(door, late, FAULT))
+            empty.append(_round_trip(door, ping, PONG, Reason.NONE))
+            refused.append(_round_trip(door, late, FAULT, Reason.LATE))
         return refused, empty
 
 
-def _round_trip(door: socket.socket, request: bytes, wanted: int) -> float:
+def _round_trip(door: socket.socket, request: bytes, wanted: int, reason: Reason) -> float:
     begun_ns = time.perf_counter_ns()
     door.sendall(request)
     answer = bytearray(door.recv(1 << 16))
@@ -81,8 +84,9 @@ def _round_trip(door: socket.socket, request: bytes, wanted: int) -> float:
         assert piece, "the door hung up"
         answer += piece
         took_ns = time.perf_counter_ns() - begun_ns
-    assert HEADER.unpack_from(answer)[2] == wanted, (
-        f"an answer of kind {HEADER.unpack_from(answer)[2]}: {bytes(answer[HEADER.size :])!r}"
+    header = HEADER.unpack_from(answer)
+    assert (header[2], header[9]) == (wanted, reason), (
+        f"an answer of kind {header[2]}, reason {header[9]}: {bytes(answer[HEADER.size :])!r}"
     )
     return took_ns / 1e9
 
@@ -92,7 +96,7 @@ def _server() -> Iterator[tuple[Path, str, str]]:
     """A door with one version in a process of its own, on the caller's core: (socket, version, fingerprint)."""
     with tempfile.TemporaryDirectory(prefix="treadle-loadtest-") as folder:
         path = Path(folder) / "door.sock"
-        command = [sys.executable, "-m", "treadle_loadtests.refusal_server", str(path)]
+        command = [sys.executable, "-m", "treadle_loadtests.refusal_server", str(path), str(STANDING)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdin is not None
             assert child.stdout is not None

@@ -26,6 +26,7 @@ class Report:
     counts: by name, what was counted
     times:  by name, seconds of each time that something was measured
     reasons: of what went wrong, in words
+    caveat: what of this machine may be why a goal was missed, stands beside each that was
     """
 
     title: str
@@ -34,6 +35,7 @@ class Report:
     times: dict[str, list[float]] = field(default_factory=dict)
     goals: list[Goal] = field(default_factory=list)
     reasons: Sequence[str] = ()
+    caveat: str = ""
 
     @property
     def met(self) -> bool:
@@ -56,7 +58,7 @@ class Report:
             "params": dict(self.params), "counts": self.counts,
             "rows": [{name: getattr(row, name) for name in fields} | {"max": max(self.times[row.name])} for row in self.rows()],
             "goals": [{"text": g.text, "value": g.value, "limit": g.limit, "met": g.met} for g in self.goals],
-            "reasons": list(self.reasons[:REASONS_SHOWN]),
+            "reasons": list(self.reasons[:REASONS_SHOWN]), "caveat": self.caveat,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -73,6 +75,8 @@ class Report:
         for goal in self.goals:
             sign = ">=" if goal.at_least else "<="
             lines.append(f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {sign} {goal.limit:g})")
+            if self.caveat and not goal.met:
+                lines[-1] += f"; {self.caveat}"
         lines += ["", *self.reasons[:REASONS_SHOWN]] if self.reasons else []
         return lines
 

@@ -325,3 +325,19 @@ def test_what_is_no_entry_is_left_out(start_pool: StartPool, shm_folder: Path, u
         with start_pool(shm_folder, "--owner", "a", "--redis-url", redis_server.url) as pool:
             until(lambda: pool.log.read_text().count("an entry in Redis is none") >= 2, "the log says so")
             assert states(pool) == {"a": (True, False)}
+
+
+@needs_redis
+def test_names_of_killed_owners_hide_nobody_and_are_taken_off_the_set(
+    start_pool: StartPool, shm_folder: Path, until: Until, redis_server: Redis
+) -> None:
+    import redis
+
+    with redis.Redis.from_url(redis_server.url) as keys, ExitStack() as stack:
+        keys.sadd("treadle:engram:owners", *(f"dead-{number}" for number in range(64)))
+        pools = [
+            stack.enter_context(start_pool(shm_folder / name, "--owner", name, "--redis-url", redis_server.url)) for name in "yz"
+        ]
+        for pool in pools:
+            until(lambda pool=pool: sees(pool, "y", "z"), "those who live find each other")
+        until(lambda: keys.smembers("treadle:engram:owners") == {b"y", b"z"}, "names without an entry are gone")

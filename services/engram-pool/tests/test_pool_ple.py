@@ -158,6 +158,27 @@ async def test_nf4_rows_are_packed_to_84_bytes(serve: Serve, make: Make, suffix:
         assert np.array_equal(table(served, model.name), np.hstack([ple.rows, scales.view(np.uint8)]))
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("packed", [False, True])
+async def test_a_row_whose_scale_is_no_number_is_named(serve: Serve, make: Make, number: float, packed: bool) -> None:
+    row, there = (
+        7,
+        f"{PREFIX}ngram_embedding.shard_15.weight_packed" if packed else f"{PREFIX}ngram_embedding.shard_15.weight_scale",
+    )
+    ple = make("U8", 84 if packed else 80, suffix="weight_packed" if packed else "weight")
+    if not packed:
+        row_scales(ple)
+    dtype, shape, data = ple.tensors[there]
+    end, bad = (row + 1) * len(data) // shape[0], np.array([number], dtype="<f4").tobytes()
+    ple.tensors[there] = (dtype, shape, data[: end - 4] + bad + data[end:])
+    async with serve() as served:
+        code, said, _ = await served.failure(
+            served.stub.LoadTable(pb.LoadTableRequest(checkpoint=pb.CheckpointSource(path=str(ple.save()), row_dtype="nf4")))
+        )
+        assert code == grpc.StatusCode.DATA_LOSS
+        assert f"the scales of row {15 * shape[0] + row} are not finite" in said
+
+
 async def test_u8_rows_hold_what_the_caller_says_packed_or_not(serve: Serve, make: Make) -> None:
     ple = make("U8", 84, suffix="weight_packed")
     as_words = {name: ("U32", (shape[0], 21), data) for name, (_, shape, data) in ple.tensors.items() if "shard" in name}

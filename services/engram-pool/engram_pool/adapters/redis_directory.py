@@ -1,8 +1,9 @@
 """The owners of a fabric in Redis: a key with a lease for each, a set of their names, a channel that tells of changes.
 
 `treadle:engram:owner:NAME` holds an entry and goes LEASE_SECONDS after its owner renewed it last; `treadle:engram:owners` is the
-set of names; the channel of that name says which entry changed. All is read again every REREAD_SECONDS, so a lost message costs
-no more than that. Redis is never asked on the way to a row, and what it has lost its owners write again.
+set of names, off which every reader takes those without an entry; the channel of that name says which entry changed. All is read
+again every REREAD_SECONDS, so a lost message costs no more than that. Redis is never asked on the way to a row, and what it has
+lost its owners write again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 from contextlib import aclosing, suppress
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, WatchError
 
 from engram_pool.domain.directory import Directory
 from treadle.client.engram.owners import owner_bytes, owner_from_bytes
@@ -100,14 +101,15 @@ class RedisDirectory:
     async def _read_all(self) -> None:
         listed = sorted(_bytes(name).decode("utf-8", "replace") for name in await self._redis.smembers(NAMES))
         names = [name for name in listed if name != self._directory.name]
-        if len(names) >= OWNERS_MAX:
-            log.error("more owners in Redis than a fabric has", extra={"owners": len(names), "limit": OWNERS_MAX})
-            names = names[: OWNERS_MAX - 1]
         entries = await self._redis.mget([PREFIX + name for name in names]) if names else []
-        for name, data in zip(names, entries, strict=True):
-            if data is None:
-                await self._directory.lose(name)
-                continue
+        found = [(name, data) for name, data in zip(names, entries, strict=True) if data is not None]
+        gone = [name for name, data in zip(names, entries, strict=True) if data is None]
+        for name in gone:
+            await self._directory.lose(name)
+        if len(found) >= OWNERS_MAX:  # of those who live: names of dead owners hide nobody
+            log.error("more owners in Redis than a fabric has", extra={"owners": len(found), "limit": OWNERS_MAX})
+            found = found[: OWNERS_MAX - 1]
+        for name, data in found:
             try:
                 owner = owner_from_bytes(_bytes(data))
                 if owner.name != name:
@@ -119,6 +121,21 @@ class RedisDirectory:
         for owner in self._directory.listing().owners:
             if owner.name not in listed and owner.name != self._directory.name:
                 await self._directory.lose(owner.name)
+        await self._forget(gone)
+
+    async def _forget(self, names: list[str]) -> None:
+        """Take names off the set whose owners were killed: who leaves does so itself. One that comes back meanwhile stays."""
+        if not names:
+            return
+        keys = [PREFIX + name for name in names]
+        async with self._redis.pipeline(transaction=True) as pipe:
+            await pipe.watch(*keys)
+            still = [name for name, data in zip(names, await pipe.mget(keys), strict=True) if data is None]
+            pipe.multi()
+            if still:
+                pipe.srem(NAMES, *still)
+            with suppress(WatchError):  # somebody came back: the next read tells who
+                await pipe.execute()
 
     async def _listen(self) -> None:
         while True:

@@ -9,7 +9,9 @@ import numpy as np
 from engram_pool.domain.sources import Checkpoint, Tensor
 from engram_pool.domain.storing import Rows, TokenMap
 from engram_pool.domain.tensor_match import LayerTensors
-from treadle.contract import EngramModel
+from treadle.contract import DataLoss, EngramModel
+
+SCALE_NUMBERS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
 
 
 class CheckpointRows:
@@ -27,18 +29,33 @@ class CheckpointRows:
         return self._tensors[layer].row_count
 
     def read(self, layer: int, first: int, out: Rows) -> None:
-        """Fill `out` [n, row_bytes] uint8 with packed rows from `first` on. Raises DataLoss for a short file."""
-        tensors = self._tensors[layer]
+        """Fill `out` [n, row_bytes] uint8 with packed rows from `first` on.
+
+        Raises DataLoss for a short file, and for a row whose scales are not finite.
+        """
+        tensors, split = self._tensors[layer], self.model.row.value_bytes
         if not tensors.scale:
             self._joined(tensors.rows, first, out)
+            self._check_scales(layer, first, out[:, split:])
             return
-        split = self.model.row.value_bytes
         out[:, :split] = self._read(tensors.rows, first, out.shape[0], split)
-        out[:, split:] = self._read(tensors.scale, first, out.shape[0], out.shape[1] - split)
+        scales = self._read(tensors.scale, first, out.shape[0], out.shape[1] - split)
+        self._check_scales(layer, first, scales)
+        out[:, split:] = scales
 
     def close(self) -> None:
         """Close the checkpoint."""
         self._checkpoint.close()
+
+    def _check_scales(self, layer: int, first: int, scales: Rows) -> None:
+        """One scale that is no number makes every number of its block none, and no checksum would tell."""
+        inline = self.model.row.inline_scale
+        if inline is None or inline.dtype not in SCALE_NUMBERS:
+            return
+        finite = np.isfinite(np.ascontiguousarray(scales).view(SCALE_NUMBERS[inline.dtype])).all(axis=1)
+        if not finite.all():
+            row = first + int(np.argmin(finite))
+            raise DataLoss(f"{layer}.scale: the scales of row {row} are not finite; fetch the checkpoint again")
 
     def _read(self, pieces: tuple[Tensor, ...], first: int, count: int, width: int) -> Rows:
         if self._scratch.size < count * width:
