@@ -73,7 +73,7 @@ class UpstreamVersions:
             ServedLayer(
                 layer,
                 plans[layer],
-                self._doors.stores.behind_hot_rows(resident.version, layer, rows.store(layer, FETCH_SECONDS_MAX)),
+                self._doors.stores.of_others(resident.version, layer, rows.store(layer, FETCH_SECONDS_MAX)),
             )
             for layer in model.layers
         ]
