@@ -135,6 +135,8 @@ def _store(settings: Settings) -> SegmentFolder:
         return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
     facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
     space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    if space.writable and space.directory.shared and not settings.dax_shared:
+        logger.warning("other hosts may read this device: nothing on it is reused before a start with dax_take_over")
     try:
         return SegmentFolder(settings.segment_dir, DaxPlaces(space))
     except BaseException:

@@ -183,7 +183,7 @@ class UpstreamVersions:
         layers = []
         for layer, plan in served.plans.items():
             store = served.rows.store(layer, FETCH_SECONDS_MAX, patience_seconds=PATIENCE_SECONDS)
-            layers.append(ServedLayer(layer, plan, self._doors.stores.behind_hot_rows(version, layer, store)))
+            layers.append(ServedLayer(layer, plan, self._doors.stores.of_others(version, layer, store)))
         self._doors.versions.publish(version, served.model.fingerprint.digest, layers)
         self._doors.share_hot_rows()
 
