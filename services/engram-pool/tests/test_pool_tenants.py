@@ -80,7 +80,8 @@ def test_tenants_change_nothing_for_others_unless_they_are_admins(
         f"tenants:\n  - {{name: user, token_sha256: '{user}'}}\n  - {{name: boss, token_sha256: '{admin}', admin: true}}\n"
     )
     with start_pool(shm_folder, "--tenants-file", str(tenants), "--api-key-file", str(keys)) as process:
-        asks = {
+        version = ""
+        asks: dict[str, Callable[[Fabric], object]] = {
             "load": lambda sdk: sdk.engram.load_random(ple, None, seed=2),
             "promote": lambda sdk: sdk.engram.promote(ple.name, version),
             "verify": lambda sdk: sdk.engram.verify(ple.name),
