@@ -14,6 +14,7 @@ from treadle.contract.placement import Spread
 
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
 RING_NAME = "ring"
+USER_ID_MAX = (1 << 32) - 2  # the last number says "no user"
 
 
 class Storage(StrEnum):
@@ -238,8 +239,9 @@ class Settings(ServerSettings):
     def _check_ring_and_tier(self) -> None:
         if self.ring_listen not in ("auto", "off") and not self.ring_listen.startswith("unix:/"):
             raise WrongSetting(f"ring_listen: auto, off or unix:/PATH, got {self.ring_listen!r}")
-        if not all(user.strip().isdecimal() for user in self.ring_users.split(",") if user.strip()):
-            raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
+        users = [user.strip() for user in self.ring_users.split(",") if user.strip()]
+        if not all(user.isdecimal() and int(user) <= USER_ID_MAX for user in users):
+            raise WrongSetting(f"ring_users: numeric ids up to {USER_ID_MAX}, separated by commas, got {self.ring_users!r}")
         if not all(":" in address for address in self.upstream_list):
             raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
         if (
