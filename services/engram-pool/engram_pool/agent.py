@@ -39,7 +39,12 @@ async def serve_agent(settings: Settings, registry: CollectorRegistry, build_ver
         raise WrongSetting("upstream: a host agent serves by its ring; leave ring_listen on")
     _refuse_ignored(settings)
     key = read_key(settings.peer_key_file)
-    endpoints = [Endpoint(address, key=key, tls_root_file=settings.peer_tls_root_file) for address in settings.upstream_list]
+    endpoints = [
+        Endpoint(
+            address, key, settings.peer_tls_root_file, tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file
+        )
+        for address in settings.upstream_list
+    ]
     tenants = read_tenants(settings.tenants_file, read_keys(settings))
     make_ours(settings.segment_dir.absolute())
     doors = NativeDoors(

@@ -42,6 +42,7 @@ from engram_pool.membership import Membership
 from engram_pool.server import EngramPoolServer
 from engram_pool.settings import Settings, Tier
 from treadle.chassis.settings import split_address
+from treadle.client import Fabric
 from treadle.contract import Unavailable
 from treadle.contract.owners import Door
 from treadle.dataplane import Tenants
@@ -119,7 +120,10 @@ def _loader(settings: Settings, pool: Pool, store: SegmentFolder, compute: Compu
     """What loads, and from the same sources repairs."""
     key = read_key(settings.peer_key_file)
     keys = dict.fromkeys(settings.peer_list, key) if key is not None else {}  # shown to peers of ours, to nobody a caller names
-    open_peers = partial(open_peer_version, keys=keys, tls_root_file=settings.peer_tls_root_file)
+    call = partial(
+        Fabric, tls_root_file=settings.peer_tls_root_file, tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file
+    )
+    open_peers = partial(open_peer_version, keys=keys, call=call)
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
         partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers, open_store,

@@ -6,13 +6,15 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
-from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
+from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
 from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
 
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
 RING_NAME = "ring"
+USER_ID_MAX = (1 << 32) - 2  # the last number says "no user"
 
 
 class Storage(StrEnum):
@@ -47,6 +49,8 @@ class VerifyOnStart(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Settings(ServerSettings):
     """Keeps Engram tables in memory and gathers their rows."""
+
+    KEY_FILES: ClassVar[tuple[str, ...]] = ("api_key_file", "tenants_file")
 
     listen: str = "127.0.0.1:7401"
     """Address to listen on, host:port; port 0 takes a free one."""
@@ -220,12 +224,9 @@ class Settings(ServerSettings):
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
         if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
             raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
-        knows_keys = self.api_key_file is not None or self.tenants_file is not None
         for address in self.socket_addresses:
-            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and not knows_keys:
-                raise WrongSetting(
-                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file or tenants_file, or listen on 127.0.0.1"
-                )
+            if not address.startswith("unix:"):
+                self.check_callers("socket_listen", address, by_certificate=False)  # it knows no TLS
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         self._check_ring_and_tier()
@@ -240,8 +241,9 @@ class Settings(ServerSettings):
     def _check_ring_and_tier(self) -> None:
         if self.ring_listen not in ("auto", "off") and not self.ring_listen.startswith("unix:/"):
             raise WrongSetting(f"ring_listen: auto, off or unix:/PATH, got {self.ring_listen!r}")
-        if not all(user.strip().isdecimal() for user in self.ring_users.split(",") if user.strip()):
-            raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
+        users = [user.strip() for user in self.ring_users.split(",") if user.strip()]
+        if not all(user.isdecimal() and int(user) <= USER_ID_MAX for user in users):
+            raise WrongSetting(f"ring_users: numeric ids up to {USER_ID_MAX}, separated by commas, got {self.ring_users!r}")
         if not all(":" in address for address in self.upstream_list):
             raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
         if (
@@ -276,5 +278,4 @@ class Settings(ServerSettings):
         host, _ = split_address(self.mooncake_listen)
         if host in ("0.0.0.0", "[::]", "::"):
             raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
-        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
-            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")
+        self.check_callers("mooncake_listen", self.mooncake_listen, by_certificate=False)
