@@ -159,6 +159,20 @@ def test_a_handle_outlives_its_pool(start: Start, memory: Path, demo: EngramMode
         np.testing.assert_array_equal(kept, before)
 
 
+def test_a_lookup_larger_than_the_shared_memory_is_cut_and_such_a_prefetch_names_the_limit(
+    start: Start, memory: Path, demo: EngramModel, token_map: TokenMap
+) -> None:
+    with start(memory, "--ring-listen", f"unix:{memory}.sock", "--ring-arena-bytes-max", "65536") as running:
+        running.pool.load_random(demo, token_map)
+        windows = some_windows(demo, 2_000)
+        with running.pool.open("demo", transport="ring") as ring, running.pool.open("demo", transport="mapped") as mapped:
+            expected = mapped.lookup(windows)
+            for layer, rows in ring.lookup(windows).items():
+                np.testing.assert_array_equal(rows, expected[layer])
+            with pytest.raises(InvalidArgument, match="ring_arena_bytes_max"):
+                ring.prefetch(windows)
+
+
 A_STRANGER = """
 import os, sys
 import numpy as np
