@@ -127,9 +127,9 @@ struct CallDoor {
 
     int64_t cancel() {
         call->stop();
-        const int64_t until = now_ns() + ring::STOP_NS_MAX;
+        const int64_t until = now_ns() + (call->copies() ? ring::STOP_COPIED_NS_MAX : ring::STOP_NS_MAX);
         const py::gil_scoped_release nogil;
-        if (!call->wait_until(until)) call->give_up();
+        if (!call->wait_until(until)) call->copies() ? call->leave() : call->give_up();
         return call->ended() ? call->answer().rows_done : 0;
     }
 };

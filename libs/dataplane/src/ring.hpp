@@ -29,6 +29,7 @@ inline constexpr uint32_t PROTOCOL = 2;
 inline constexpr int SLOTS = 64;                    // requests in flight of one client: one word of bits names them all
 inline constexpr int64_t ROWS_MAX = int64_t{1} << 22;    // of one request
 inline constexpr int64_t TOKENS_MAX = int64_t{1} << 16;  // of one request; the server copies them: half a MiB
+inline constexpr int64_t EMPTY_REQUESTS_MAX = 1024;  // of one lookup, which the server copies too: half a MiB of look-back at most
 inline constexpr int64_t LOOKBACK_MAX = 64;         // columns
 inline constexpr uint64_t NOWHERE = ~uint64_t{0};   // an offset of something that is not given
 inline constexpr int64_t CLOCKS_APART_NS = 10'000'000'000;  // more: the client lives in a time namespace of its own

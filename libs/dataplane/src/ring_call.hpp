@@ -8,7 +8,8 @@
 
 namespace treadle::dataplane::ring {
 
-inline constexpr int64_t STOP_NS_MAX = 5'000'000'000;  // how long a pool may take to stop a request: it takes one piece
+inline constexpr int64_t STOP_NS_MAX = 5'000'000'000;  // how long a pool may take to stop writing to memory that stays with the caller
+inline constexpr int64_t STOP_COPIED_NS_MAX = 1'000'000;  // the same where rows are copied: late ones are given up
 
 // Where the rows of a request go. `copy_to` null: they stay in the block.
 struct Target {
@@ -56,6 +57,19 @@ public:
         if (slot_ < 0 || stopping_) return;
         stopping_ = true;
         client_->stop(slot_);
+    }
+
+    bool copies() const noexcept { return target_.copy_to != nullptr; }
+
+    // Of one that copies, and was stopped: its rows are none, what the pool writes still goes to blocks that nobody takes before it ends.
+    void leave() {
+        if (ended()) return;
+        answer_ = {static_cast<int64_t>(Fault::unavailable), 0, 0, 0, 0, 0, now_ns()};
+        if (event_fd_ >= 0) {
+            client_->forget_notify(slot_);
+            signal();
+        }
+        client_->abandon(std::exchange(slot_, -1), std::move(in_), std::move(target_.block));
     }
 
     // The pool does not answer any more: this connection is given up, and nothing of what it holds is used again.

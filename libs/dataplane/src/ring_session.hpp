@@ -152,7 +152,7 @@ private:
 
     Fault copy_windows(const Request& request, Work& work) const {
         const int64_t requests = request.request_count, columns = request.lookback_columns;
-        if (requests < 0 || requests > TOKENS_MAX || columns < 0 || columns > LOOKBACK_MAX) return Fault::invalid;
+        if (requests < 0 || requests > request.count + EMPTY_REQUESTS_MAX || columns < 0 || columns > LOOKBACK_MAX) return Fault::invalid;
         WindowsCopy& copy = work.windows;
         copy.lookback_columns = columns;
         copy.tokens.resize(static_cast<size_t>(request.count));

@@ -553,6 +553,21 @@ def test_wrong_windows_are_invalid(stranger: Stranger) -> None:
         array[-1] = right
 
 
+def test_requests_without_tokens_are_bounded(host: Host) -> None:
+    out = np.empty((8, host.plan.columns, ROW_BYTES), np.uint8)
+    with host.client() as client:
+        for requests, right in ((8 + 1024, True), (8 + 1025, False)):
+            starts = np.full(requests + 1, 8, np.int32)
+            starts[0] = 0
+            windows = Windows(tokens=np.arange(8), starts=starts, lookback=np.full((requests, host.model.order_max - 1), -1))
+            call = client.submit_lookup(bytes.fromhex(VERSION), windows, {LAYER: out}, {LAYER: soon()})[LAYER]
+            if right:
+                assert call.wait(PATIENCE_SECONDS / 2)
+            else:
+                with pytest.raises(InvalidArgument):
+                    call.wait(PATIENCE_SECONDS / 2)
+
+
 def test_ids_that_change_while_they_are_read_are_rows_or_out_of_range(host: Host, stranger: Stranger) -> None:
     count, stop = 20_000, threading.Event()
     wrong = np.full(count, 1 << 60, np.int64).tobytes()

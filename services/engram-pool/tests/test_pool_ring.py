@@ -153,6 +153,41 @@ def test_a_handle_outlives_its_pool(start: Start, memory: Path, demo: EngramMode
         np.testing.assert_array_equal(kept, before)
 
 
+def test_a_stopped_pool_costs_the_policy_and_no_more(start: Start, memory: Path, demo: EngramModel, token_map: TokenMap) -> None:
+    with start(memory, "--ring-listen", f"unix:{memory}.sock") as running:
+        running.pool.load_random(demo, token_map)
+        with running.pool.open("demo", transport="ring") as handle:
+            windows = some_windows(demo, 8)
+            expected = handle.lookup(windows)
+            running.process.send_signal(signal.SIGSTOP)
+            try:
+                for _ in range(3):
+                    before = time.monotonic()
+                    ticket = handle.prefetch(windows, dict.fromkeys(handle.layers, Deadline.after(0.01)))
+                    for rows in ticket.wait(WaitPolicy(0.02, Late.MASK)).values():
+                        assert rows.missing is not None
+                        assert not rows.rows.any()
+                    assert time.monotonic() < before + 2.5
+            finally:
+                running.process.send_signal(signal.SIGCONT)
+            for layer, rows_again in handle.lookup(windows).items():
+                np.testing.assert_array_equal(rows_again, expected[layer])
+
+
+def test_a_lookup_larger_than_the_shared_memory_is_cut_and_such_a_prefetch_names_the_limit(
+    start: Start, memory: Path, demo: EngramModel, token_map: TokenMap
+) -> None:
+    with start(memory, "--ring-listen", f"unix:{memory}.sock", "--ring-arena-bytes-max", "65536") as running:
+        running.pool.load_random(demo, token_map)
+        windows = some_windows(demo, 2_000)
+        with running.pool.open("demo", transport="ring") as ring, running.pool.open("demo", transport="mapped") as mapped:
+            expected = mapped.lookup(windows)
+            for layer, rows in ring.lookup(windows).items():
+                np.testing.assert_array_equal(rows, expected[layer])
+            with pytest.raises(InvalidArgument, match="ring_arena_bytes_max"):
+                ring.prefetch(windows)
+
+
 A_STRANGER = """
 import os, sys
 import numpy as np

@@ -25,6 +25,7 @@ from treadle.dataplane.versions import Versions
 from treadle.kernels.arguments import row_out_of_range
 
 SLOTS = 64  # requests in flight of one client, one for each layer; the same number stands in ring.hpp
+TOKENS_MAX = 1 << 16  # of one lookup; in ring.hpp too
 CLIENTS_MAX = 4096
 ARENA_BYTES_MAX = 1 << 34
 ARENA_BYTES = 64 << 20  # of a client that asks for nothing else: two layers of 4,096 tokens of DeepSeek-V4.1
@@ -126,7 +127,11 @@ class RingCall:
         return came
 
     def cancel(self) -> NDArray[np.bool_]:
-        """Stop it; bool [rows] of those that are there. A pool that does not answer for seconds loses the connection."""
+        """Stop it; bool [rows] of those that are there.
+
+        Where `out` is ordinary memory, a pool that does not answer within a millisecond brings none. Where it is a buffer of the
+        arena, into which the pool may be writing, one that does not answer for 5 s loses the connection.
+        """
         there = np.zeros(self._row_count, np.bool_)
         there[: self._native.cancel()] = True
         return there
@@ -225,7 +230,8 @@ class RingClient:
     def submit_gather(self, version: bytes, layer: int, rows: NDArray[np.int64], out: Rows, deadline: Deadline) -> RingCall:
         """Start a gather. rows: [...] int64, copied; out: [..., row_bytes] uint8, C-contiguous, in the arena or anywhere.
 
-        Raises ResourceExhausted beyond SLOTS requests or the arena, Unavailable on a lost connection.
+        Raises ResourceExhausted beyond SLOTS requests or while the arena is taken, InvalidArgument for what it could never hold,
+        Unavailable on a lost connection.
         """
         self._check_process()
         try:
@@ -239,6 +245,10 @@ class RingClient:
     ) -> dict[int, RingCall]:
         """Start a lookup of the layers in `deadlines`, all or none. outs: by layer, [T, C, row_bytes]. Errors as `submit_gather`."""
         self._check_process()
+        if windows.token_count > TOKENS_MAX:
+            raise InvalidArgument(
+                f"ring {self.path}: {TOKENS_MAX} tokens at once, got {windows.token_count}; cut the step by tokens"
+            )
         layers = [(layer, deadline.at_ns, outs[layer]) for layer, deadline in deadlines.items()]
         try:
             calls = self._native.submit_lookup(version, layers, windows)
@@ -270,6 +280,11 @@ class RingClient:
             return Unavailable(f"ring {self.path}: the pool has gone, or has hung up; connect again")
         if error.strerror is not None and error.errno == _BUSY:
             return ResourceExhausted(f"ring {self.path}: {SLOTS} requests are in flight, the limit of one client", RETRY_SECONDS)
+        if size > self.arena_bytes:
+            return InvalidArgument(
+                f"ring {self.path}: {size} bytes never fit into the {self.arena_bytes} that the pool shares (its setting"
+                " ring_arena_bytes_max); ask for fewer tokens or layers at once, or another transport"
+            )
         return self._no_room(size)
 
     def _no_room(self, size: int) -> ResourceExhausted:

@@ -17,11 +17,12 @@ from treadle.client.endpoint import Endpoint
 from treadle.client.engram.hold import Hold
 from treadle.client.engram.pool_types import OpenedModel
 from treadle.client.engram.ticket import LayerTicket, Rows
-from treadle.contract import Deadline, EngramModel, NotFound, Transport, TreadleError, Windows
+from treadle.client.engram.windows_pieces import token_pieces
+from treadle.contract import Deadline, EngramModel, NotFound, Transport, TreadleError, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX, WaitPolicy
 from treadle.dataplane import DeadlineQueue
 from treadle.dataplane.hot_rows import HotRowsReader
-from treadle.dataplane.ring import RingCall, RingClient
+from treadle.dataplane.ring import TOKENS_MAX, RingCall, RingClient
 from treadle.dataplane.socket import token_digest
 from treadle.kernels.arguments import row_out_of_range
 
@@ -39,9 +40,11 @@ class RingSource:
     def __init__(self, endpoint: Endpoint, model: EngramModel, version: str, path: str, *, arena_bytes: int = 0) -> None:
         self.transport = Transport.RING
         self._row_bytes, self._digest, self._version = model.row.bytes, bytes.fromhex(version), version
+        self._token_bytes = model.columns * model.row.bytes  # of one layer
         self._row_counts = {layer: model.table(layer).rows for layer in model.layers}
         self._path, self._token, self._arena_bytes = path, token_digest(endpoint.key), arena_bytes
         self._timeout_seconds, self._lock, self._holding = endpoint.timeout_seconds, threading.Lock(), threading.Lock()
+        self._connecting = threading.Lock()
         self._hold = Hold(endpoint, model.name, version)
         try:
             self._hold.ensure()
@@ -64,8 +67,14 @@ class RingSource:
 
     def lookup(self, layers: Sequence[int], windows: Windows, outs: Mapping[int, Rows]) -> None:
         """See RowSource."""
-        until = Deadline.after(self._timeout_seconds)
-        calls = self._connected().submit_lookup(self._digest, windows, outs, dict.fromkeys(layers, until))
+        client, until = self._connected(), Deadline.after(self._timeout_seconds)
+        tokens_max = max(1, min(TOKENS_MAX, client.arena_bytes // 2 // max(1, len(layers) * self._token_bytes)))
+        for first, piece in token_pieces(windows, tokens_max):
+            last = first + piece.token_count
+            self._lookup_piece(client, piece, {layer: outs[layer][first:last] for layer in layers}, until)
+
+    def _lookup_piece(self, client: RingClient, windows: Windows, outs: Mapping[int, Rows], until: Deadline) -> None:
+        calls = client.submit_lookup(self._digest, windows, outs, dict.fromkeys(outs, until))
         try:
             for call in calls.values():
                 _whole(call, until)
@@ -78,8 +87,9 @@ class RingSource:
         self, windows: Windows, outs: Mapping[int, Rows], deadlines: Mapping[int, Deadline], queue: DeadlineQueue | None = None
     ) -> dict[int, LayerTicket]:
         """See RowSource. One request for each layer, one wake-up for all; nothing is gathered here, so no queue is needed."""
+        client = self._connected_already()
         patient = {layer: _later(deadline) for layer, deadline in deadlines.items()}
-        calls = self._connected().submit_lookup(self._digest, windows, outs, patient)
+        calls = client.submit_lookup(self._digest, windows, outs, patient)
         for layer, call in calls.items():
             call.deadline = deadlines[layer]
         return {layer: call for layer, call in calls.items()}  # noqa: C416 - widens the value type
@@ -106,6 +116,22 @@ class RingSource:
             self._hold_checked = now
             self._keep_hold()
         return client
+
+    def _connected_already(self) -> RingClient:
+        """As `_connected`, for who must not wait: a lost connection is taken anew beside the caller. Raises Unavailable meanwhile."""
+        if not self._client.lost:
+            return self._connected()
+        if self._connecting.acquire(blocking=False):
+            threading.Thread(target=self._connect_again, name="treadle-ring-connect", daemon=True).start()
+        raise Unavailable(f"ring {self._path}: the pool has gone or has restarted; connecting again, ask again soon")
+
+    def _connect_again(self) -> None:
+        try:
+            self._connected()
+        except TreadleError:  # the pool is away: the next prefetch starts another try
+            pass
+        finally:
+            self._connecting.release()
 
     def _keep_hold(self) -> None:
         """A pool that has restarted is asked to hold again, beside the lookup: rows do not wait for it."""
