@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -180,6 +183,43 @@ def test_a_restart_that_forgets_the_sharing_gives_no_row_of_a_reader_away(
             assert rows(one, "ple") != good
             assert mapped.gather(0, IDS).tobytes() == good
             assert rows(two, "ple", "rpc") == good
+
+
+def test_a_reader_host_serves_again_what_the_owner_has_repaired(
+    start_pool: StartPool, tmp_path: Path, device: Path, ple: EngramModel
+) -> None:
+    fast = ("--scrub-bytes-per-second", str(1 << 30))
+    with start_pool(tmp_path / "one", *flags(device), "--dax-shared", "true", "--scrub-bytes-per-second", "0") as one:
+        one.fabric.engram.load_random(ple, seed=1)
+        good, place = rows(one, "ple"), 2 * REGION_ALIGN_BYTES
+        with start_pool(tmp_path / "two", *flags(device, "two"), *fast) as two:
+            assert rows(two, "ple") == good
+            with device.open("r+b") as file:
+                file.seek(place + 5)
+                file.write(b"damaged")
+            assert eventually(lambda: not opens(two)), "the reader finds the damage"
+            with pytest.raises(DataLoss, match="chunk 0"):
+                one.fabric.engram.verify("ple")  # the owner repairs
+            assert eventually(lambda: opens(two)), "and serves it again"
+            assert rows(two, "ple") == good
+
+
+def opens(process: Process) -> bool:
+    try:
+        process.fabric.engram.describe("ple")
+    except (DataLoss, NotFound):
+        return False
+    return True
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Within 15 seconds."""
+    deadline, look = time.monotonic() + 15, threading.Event()
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        look.wait(0.05)
+    return True
 
 
 def test_a_second_pool_on_a_device_and_wrong_settings_end_the_start(

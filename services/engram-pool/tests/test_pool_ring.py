@@ -131,6 +131,7 @@ def test_the_ring_gives_the_rows_of_mapped_and_rpc(
         assert running.metric("treadle_engram_ring_rows_total") > 0
         if tier == "disk":
             assert running.metric("treadle_engram_hot_rows_hits_total") > 0
+            assert running.metric('treadle_engram_dedup_nanoseconds{tier="disk",way="plain"}') > 0
     assert not Path(f"{memory}.sock").exists()
 
 

@@ -163,6 +163,11 @@ class SegmentFolder:
         """Delete what was superseded and nobody reads any more."""
         self._superseded = [path for path in self._superseded if not self._remove_unless_read(path)]
 
+    @property
+    def read_only(self) -> bool:
+        """See VersionStore."""
+        return self._places.read_only
+
     def restore_chunk(self, stored: StoredVersion, layer: int, chunk: int, data: NDArray[np.uint8]) -> None:
         """Write a chunk's own bytes again where they lie; every process that maps them sees them.
 

@@ -96,6 +96,10 @@ class SegmentPlaces(Protocol):
         """Make a folder for an orphan; its manifest. Raises DataLoss."""
 
     @property
+    def read_only(self) -> bool:
+        """True where another host writes the segments, and repairs them."""
+
+    @property
     def device_nodes(self) -> Mapping[str, int]:
         """Memory nodes of a device, by kind; none for files."""
 
@@ -157,6 +161,11 @@ class FilePlaces:
     def adopt(self, folder: Path, places: Mapping[int, bytes]) -> EngramModel:
         """Never asked for."""
         raise DataLoss(f"{folder}: files need no adoption")
+
+    @property
+    def read_only(self) -> bool:
+        """See SegmentPlaces."""
+        return False
 
     @property
     def device_nodes(self) -> Mapping[str, int]:
@@ -246,6 +255,11 @@ class DaxPlaces:
         if set(places) != set(model.layers):
             raise DataLoss(f"{self._space.facts.path}: layers {sorted(places)} of {model.name} {model.version} are there, not all")
         return model
+
+    @property
+    def read_only(self) -> bool:
+        """See SegmentPlaces."""
+        return not self._space.writable
 
     @property
     def device_nodes(self) -> Mapping[str, int]:

@@ -26,11 +26,12 @@ class Damages:
 
     def __init__(
         self, compute: Compute, meters: Meters, doors: Doors, catalogue: Catalogue, residence: Residence, succession: Succession,
-        changes: Changes, change: asyncio.Lock,
+        changes: Changes, change: asyncio.Lock, *, others_repair: bool = False,
     ) -> None:  # fmt: skip
         self._compute, self._meters, self._doors, self._catalogue = compute, meters, doors, catalogue
         self._residence, self._succession, self._changes, self._change = residence, succession, changes, change
         self._mend: Mend | None = None
+        self._others_repair = others_repair  # we cannot write: a damaged chunk is awaited
 
     def repair_with(self, mend: Mend) -> None:
         """See `Pool.repair_with`."""
@@ -45,6 +46,8 @@ class Damages:
         resident.corrupt, resident.damaged_at_ns = True, time.time_ns()
         self._doors.withdraw(resident.stored)
         await self._changes.announce()
+        if self._others_repair and isinstance(damage, Damaged):
+            return False
         if self._mend is not None and isinstance(damage, Damaged):
             try:
                 with resident.in_use():
@@ -60,6 +63,16 @@ class Damages:
         async with self._change:
             await self._take_out_of_service(resident)
         return False
+
+    async def found_whole(self, resident: Resident) -> None:
+        """See `Pool.found_whole`."""
+        async with self._change:
+            if not resident.corrupt or resident.closing or self._catalogue.get(resident.name, resident.version) is not resident:
+                return
+            log.warning("version whole again", extra={"model": resident.name, "version": resident.version})
+            resident.corrupt = False
+            await self._compute.run(self._doors.publish, resident.stored)
+            await self._changes.announce()
 
     async def _take_out_of_service(self, resident: Resident) -> None:
         self._doors.withdraw(resident.stored)

@@ -77,8 +77,9 @@ class Pool:
         self._verifying = Turnstile("verification", "verifications", 1, retry_after_seconds=5.0)
         self._change = asyncio.Lock()  # one change of the versions at a time: each spans files and state
         self._damages = Damages(
-            compute, meters, self._doors, self._catalogue, self._residence, self._succession, self.changes, self._change
-        )
+            compute, meters, self._doors, self._catalogue, self._residence, self._succession, self.changes, self._change,
+            others_repair=store.read_only,
+        )  # fmt: skip
         self._working, self._idle = 0, asyncio.Event()
         self._idle.set()
 
@@ -251,6 +252,15 @@ class Pool:
         New calls meet DataLoss and calls in progress end. It leaves the list only if nobody has the chunk's bytes.
         """
         return await to_the_end(self._damages.see_to(resident, damage))
+
+    @property
+    def others_repair(self) -> bool:
+        """True where another host writes the segments: a corrupt version waits here until its checksums fit again."""
+        return self._store.read_only
+
+    async def found_whole(self, resident: Resident) -> None:
+        """Serve a version again that was corrupt and whose every chunk fits now."""
+        await to_the_end(self._damages.found_whole(resident))
 
     async def _publish(
         self, staging: Staging, model: EngramModel, keep_previous: bool, held: Mapping[int, Ranges | None]

@@ -64,7 +64,10 @@ class Scrubber:
         residents = self._pool.residents()
         for resident in residents:
             try:
-                await self._scrub(resident)
+                if resident.corrupt and self._pool.others_repair:
+                    await self._look_again(resident)
+                else:
+                    await self._scrub(resident)
             except Unavailable:  # it is being deleted
                 continue
         if residents:
@@ -83,6 +86,18 @@ class Scrubber:
                 self._meters.scrubbed("ok", 1)
         if resident.stored.fusion is not None:
             await self._whole(resident, resident.stored.fusion.file_bytes, resident.stored.fusion.verify)
+
+    async def _look_again(self, resident: Resident) -> None:
+        """At a version that waits for another host's repair: served again once every chunk fits."""
+        for layer, segment in resident.stored.segments.items():
+            for chunk in segment.chunks:
+                await self._wait_for_turn(CHUNK_BYTES)
+                try:
+                    with resident.in_use():
+                        await self._compute.run(check_chunk, resident.stored, layer, chunk)
+                except DataLoss:
+                    return
+        await self._pool.found_whole(resident)
 
     async def _whole(self, resident: Resident, byte_count: int, check: Callable[[], None]) -> bool:
         """True if what `check` reads is whole, or whole again; False if the version has gone out of service."""

@@ -219,6 +219,10 @@ class VersionStore(Protocol):
     def in_memory(self) -> bool:
         """True where the file system is memory, not a disk."""
 
+    @property
+    def read_only(self) -> bool:
+        """True where another host writes the segments, and repairs them."""
+
     def free_bytes(self) -> int:
         """Bytes that can still be written."""
 
