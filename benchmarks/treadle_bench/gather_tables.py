@@ -6,9 +6,7 @@ Owns their files and mounts. What is measured over them is `gather`'s.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ from treadle.contract.families import demo_model
 from treadle.kernels.segment import Segment
 from treadle.kernels.segment_writer import SegmentWriter
 from treadle_bench import _baselines
+from treadle_bench.pool_process import huge_mount
 
 SMALL = "4KiB"  # the label of the table on base pages
 FILL_BYTES = 16 << 20
@@ -80,11 +79,8 @@ def handle_on(profile: Profile, table: NDArray[np.uint8]) -> EngramHandle:
 
 @contextmanager
 def _huge(rows: NDArray[np.uint8], profile: Profile, table_rows: int) -> Iterator[PagedTable]:
-    mount = Path(tempfile.mkdtemp(prefix="treadle-bench-huge-"))
-    options = ["-t", "tmpfs", "-o", "huge=always,size=90%", "treadle-bench", str(mount)]
-    mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True, check=False).returncode == 0
-    try:
-        if not mounted:
+    with huge_mount() as mount:
+        if mount is None:
             yield PagedTable("2MiB private", private_copy(rows), None)
             return
         path = _write(mount / "table.safetensors", profile, table_rows)
@@ -93,10 +89,6 @@ def _huge(rows: NDArray[np.uint8], profile: Profile, table_rows: int) -> Iterato
             pages = segment.page_bytes()
             label = f"{pages >> 20}MiB tmpfs" if pages >= 1 << 20 else f"{pages >> 10}KiB tmpfs (huge=always refused)"
             yield PagedTable(label, segment.rows, path)
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(mount)], check=True)  # arrays may still be on their way out
-        mount.rmdir()
 
 
 def _settle(table: NDArray[np.uint8], row_bytes: int) -> None:

@@ -30,11 +30,18 @@ class PoolProcess:
 @contextmanager
 def huge_folder() -> Iterator[Path]:
     """A mount on 2 MiB pages; without root, or where the kernel grants none, /dev/shm."""
+    with huge_mount() as mount:
+        yield mount or Path("/dev/shm")
+
+
+@contextmanager
+def huge_mount() -> Iterator[Path | None]:
+    """A mount on 2 MiB pages; None without root, or where the kernel grants none."""
     mount = Path(tempfile.mkdtemp(prefix="treadle-bench-huge-"))
     options = ["-t", "tmpfs", "-o", "huge=always,size=90%", "treadle-bench", str(mount)]
     mounted = os.geteuid() == 0 and subprocess.run(["mount", *options], capture_output=True, check=False).returncode == 0
     try:
-        yield mount if mounted else Path("/dev/shm")
+        yield mount if mounted else None
     finally:
         if mounted:
             subprocess.run(["umount", "--lazy", str(mount)], check=True)  # readers may still be on their way out

@@ -44,15 +44,6 @@ def edf_finishes(jobs: Sequence[Job]) -> list[int]:
     return finished
 
 
-def fifo_finishes(jobs: Sequence[Job]) -> list[int]:
-    """When each would be done, first come, first served. jobs: by arrival."""
-    finished, now_ns = [], 0
-    for job in jobs:
-        now_ns = max(now_ns, job.arrival_ns) + job.service_ns
-        finished.append(now_ns)
-    return finished
-
-
 def feasible(jobs: Sequence[Job]) -> list[bool]:
     """Which requests are taken by whoever knows all service times beforehand: each one, in the order of arrival, that can be done
     in time without making one late that was taken before. Earliest deadline first then meets all of them. jobs: by arrival."""

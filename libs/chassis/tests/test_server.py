@@ -1,6 +1,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -194,5 +195,42 @@ def test_a_taken_address_is_one_clear_line() -> None:
         )
         assert second.returncode == 1
         assert f"cannot listen on {running.ready['listen']}" in second.stderr.splitlines()[-1]
+    finally:
+        running.stop()
+
+
+def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    """(certificate, key) of 127.0.0.1, PEM; the certificate is its own root."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert),
+        ],
+        check=True, capture_output=True, timeout=30,
+    )  # fmt: skip
+    return cert, key
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="there is no openssl to make certificates with: apt-get install openssl"
+)
+def test_with_client_roots_only_callers_with_a_certificate_of_theirs_come_in(tmp_path: Path) -> None:
+    (server, server_key), (known, known_key), (other, other_key) = (self_signed(tmp_path, name) for name in ("s", "known", "other"))
+    running = Running(
+        "--listen", "0.0.0.0:0", "--tls-cert-file", str(server), "--tls-key-file", str(server_key), "--tls-client-root-file", str(known)
+    )  # fmt: skip
+    try:
+        address, roots = f"127.0.0.1:{running.ready['listen'].rpartition(':')[2]}", server.read_bytes()
+        for key, cert, outcome in ((known_key, known, "1"), (other_key, other, "refused"), (None, None, "refused")):
+            shown = (None, None) if key is None or cert is None else (key.read_bytes(), cert.read_bytes())
+            with grpc.secure_channel(address, grpc.ssl_channel_credentials(roots, *shown)) as channel:
+                status = pb_grpc.EngramPoolServiceStub(channel).Status
+                if outcome == "1":
+                    assert status(pb.StatusRequest(), timeout=10).build_version == "1"
+                else:
+                    assert (
+                        failure(lambda status=status: status(pb.StatusRequest(), timeout=10)).code() is grpc.StatusCode.UNAVAILABLE
+                    )
     finally:
         running.stop()

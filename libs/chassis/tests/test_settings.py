@@ -1,5 +1,6 @@
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,10 +85,16 @@ def test_help_names_flag_variable_default_and_meaning(capsys: pytest.CaptureFixt
     assert "Longest time for calls in progress" in shown  # inherited
 
 
-def test_a_listener_beyond_loopback_needs_a_key_or_tls(tmp_path: Path) -> None:
+def test_a_listener_beyond_loopback_needs_keys_or_certificates_of_clients(tmp_path: Path) -> None:
     assert Settings(listen="0.0.0.0:1", api_key_file=tmp_path / "keys").listen == "0.0.0.0:1"
     with pytest.raises(WrongSetting):
         Settings(listen="10.0.0.1:1")
+    beyond = partial(Settings, listen="10.0.0.1:1", tls_cert_file=tmp_path / "cert", tls_key_file=tmp_path / "key")
+    with pytest.raises(WrongSetting, match="give api_key_file or tls_client_root_file"):
+        beyond()
+    assert beyond(tls_client_root_file=tmp_path / "roots").listen == "10.0.0.1:1"
+    with pytest.raises(WrongSetting, match="needs tls_cert_file"):
+        Settings(tls_client_root_file=tmp_path / "roots")
     assert split_address("[::1]:80") == ("[::1]", 80)
 
 

@@ -27,10 +27,11 @@ struct ServerDoor {
 };
 
 std::unique_ptr<ServerDoor> open_server(const EngineRef& engine, const std::shared_ptr<Versions>& versions, const std::vector<int>& listeners,
-                                        int connections_max, uint64_t reply_bytes_max, double idle_seconds, double stall_seconds) {
+                                        int connections_max, uint64_t reply_bytes_max, double idle_seconds, double stall_seconds, double greet_seconds) {
     std::vector<Descriptor> owned;
     for (const int fd : listeners) owned.emplace_back(fd);
-    const SocketLimits limits{connections_max, reply_bytes_max, static_cast<int64_t>(idle_seconds * 1e9), static_cast<int64_t>(stall_seconds * 1e9)};
+    const SocketLimits limits{connections_max, reply_bytes_max, static_cast<int64_t>(idle_seconds * 1e9), static_cast<int64_t>(stall_seconds * 1e9),
+                              static_cast<int64_t>(greet_seconds * 1e9)};
     auto door = std::make_unique<ServerDoor>();
     door->engine = engine;
     door->server = std::make_unique<SocketServer>(engine->queue, engine->piece_rows, versions, limits, std::move(owned));
@@ -133,7 +134,7 @@ struct RemoteTicketDoor {
         std::fill(flags, flags + mine.row_count, ticket().state() == State::complete);
         for (const auto& [work, index] : mine.came) {
             const Segment& segment = work->segments[index];
-            if (segment.positions.empty()) std::fill(flags, flags + mine.row_count, true);
+            if (segment.positions.empty()) std::fill_n(flags + segment.first_row, static_cast<int64_t>(segment.bytes) / mine.row_bytes, true);
             for (const int64_t position : segment.positions) flags[position] = true;
         }
         return there;
@@ -231,8 +232,9 @@ CallRef make_call(const RemoteVersion& version, const std::vector<Wanted>& wante
 std::vector<Share> gather_shares(const RemoteVersion& version, const Call& call, std::vector<Segment> segments) {
     const Split split(call, 0, now_ns());
     if (call.whole) {
-        for (Segment& segment : segments) segment.positions.clear();
-        return split.whole(gather_work(std::move(segments), call.numbers, call.row_bytes));
+        std::vector<AskRef> works;
+        for (std::vector<Segment>& each : cut(std::move(segments), call.row_bytes)) works.push_back(gather_work(std::move(each), call.numbers, call.row_bytes));
+        return split.whole(works);
     }
     std::vector<int> places;
     for (const int32_t number : call.numbers) places.push_back(version.position(number));
@@ -244,7 +246,7 @@ std::vector<Share> lookup_shares(const RemoteVersion& version, const Call& call,
         std::vector<AskedOf> asked;
         for (size_t i = 0; i < call.layers.size(); ++i)
             asked.push_back({&version.layers[static_cast<size_t>(version.position(call.numbers[i]))], static_cast<int>(i)});
-        return Split(call, 0, now_ns()).whole(lookup_work(asked, windows, columns));
+        return Split(call, 0, now_ns()).whole(lookup_works(asked, windows, columns));
     }
     std::vector<Segment> segments;
     for (size_t i = 0; i < call.layers.size(); ++i) {
@@ -310,12 +312,12 @@ Tickets submit_gather(const ClientDoorRef& door, int32_t number, const py::objec
 }
 
 // The client's own; it stays open as long as the store is used.
-RowStoreRef store_of(const ClientDoorRef& door, int32_t number, int64_t give_up_ns) {
+RowStoreRef store_of(const ClientDoorRef& door, int32_t number, int64_t give_up_ns, int64_t patience_ns) {
     const RemoteVersion& version = *door->client->version();
     const int place = version.position(number);
     if (place < 0) throw py::value_error("layers: no such layer");
     const RemoteLayer& layer = version.layers[static_cast<size_t>(place)];
-    return std::make_shared<RemoteTable>(door->client, number, layer.row_count, layer.row_bytes, give_up_ns);
+    return std::make_shared<RemoteTable>(door->client, number, layer.row_count, layer.row_bytes, give_up_ns, patience_ns);
 }
 
 py::dict hub_stats(const HubDoor& door) {
@@ -353,6 +355,7 @@ void bind_socket(py::module_& module) {
         .def_property_readonly("fault", [](const RemoteTicketDoor& door) { return static_cast<int>(door.ticket().ended() ? door.ticket().fault : Fault::none); })
         .def_property_readonly("predicted_finish_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->refusal.predicted_finish_ns : 0; })
         .def_property_readonly("retry_after_ns", [](const RemoteTicketDoor& door) { return door.ticket().ended() ? door.call->refusal.retry_after_ns : 0; })
+        .def_property_readonly("said", [](const RemoteTicketDoor& door) { return py::bytes(door.ticket().ended() ? door.call->layers[door.layer].said : ""); })
         .def_property_readonly("reason", [](const RemoteTicketDoor& door) { return static_cast<int>(door.ticket().ended() ? door.call->refusal.reason : Reason::none); })
         .def("wait", &RemoteTicketDoor::wait)
         .def("cancel", &RemoteTicketDoor::cancel)

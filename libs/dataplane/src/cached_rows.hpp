@@ -2,10 +2,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <utility>
-#include <vector>
 
 #include "hot_cache.hpp"
 #include "rows.hpp"
@@ -29,23 +29,18 @@ public:
 private:
     static constexpr int64_t BLOCK_ROWS = 4096;  // looked for at a time: what bounds the memory of a gather
 
-    // Each missing row is asked for once, whatever the batch repeats: where the table is slow, a row costs more than a sort.
+    // Misses are asked for as they are: where repeats cost, `inner` is one that removes them.
     Fault gather_block(const int64_t* rows, int64_t count, std::byte* out) noexcept {
-        int64_t misses[BLOCK_ROWS];
+        int64_t misses[BLOCK_ROWS], wanted[BLOCK_ROWS];
         const int64_t missed = cache_->probe_and_mark(table_, rows, count, out, misses);
         if (missed == 0) return Fault::none;
-        std::sort(misses, misses + missed, [rows](int64_t a, int64_t b) { return rows[a] < rows[b]; });
-        int64_t wanted[BLOCK_ROWS];
-        int64_t distinct = 0;
-        for (int64_t i = 0; i < missed; ++i)
-            if (i == 0 || rows[misses[i]] != wanted[distinct - 1]) wanted[distinct++] = rows[misses[i]];
-        const std::unique_ptr<std::byte[]> found(new (std::nothrow) std::byte[static_cast<size_t>(distinct * row_bytes)]);
+        for (int64_t i = 0; i < missed; ++i) wanted[i] = rows[misses[i]];
+        const std::unique_ptr<std::byte[]> found(new (std::nothrow) std::byte[static_cast<size_t>(missed * row_bytes)]);
         if (found == nullptr) return Fault::refused;
-        if (const Fault fault = inner_->gather(wanted, distinct, found.get()); fault != Fault::none) return fault;
-        for (int64_t i = 0; i < distinct; ++i) cache_->insert(table_, wanted[i], found.get() + i * row_bytes);
-        for (int64_t i = 0, at = 0; i < missed; ++i) {
-            if (rows[misses[i]] != wanted[at]) ++at;
-            std::memcpy(out + misses[i] * row_bytes, found.get() + at * row_bytes, static_cast<size_t>(row_bytes));
+        if (const Fault fault = inner_->gather(wanted, missed, found.get()); fault != Fault::none) return fault;
+        for (int64_t i = 0; i < missed; ++i) {
+            cache_->insert(table_, wanted[i], found.get() + i * row_bytes);
+            std::memcpy(out + misses[i] * row_bytes, found.get() + i * row_bytes, static_cast<size_t>(row_bytes));
         }
         return Fault::none;
     }

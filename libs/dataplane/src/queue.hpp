@@ -102,7 +102,7 @@ public:
         counters_.busy_ns += busy_ns;
         --ticket.pieces_in_flight;
         if (fault != Fault::none) {
-            if (ticket.fault == Fault::none) ticket.fault = fault;
+            if (ticket.fault == Fault::none && !ticket.unwanted) ticket.fault = fault;
             ticket.lost_from = std::min(ticket.lost_from, claim.first);
             if (leave(claim.ticket)) ticket.stopped = true;
         }
@@ -111,7 +111,7 @@ public:
         admission_.finishes(ticket, claim.last - claim.first, claim.began_ns, claim.ends_ns, now);
         const bool claimed_wholly = ticket.next_unit == ticket.job.units;
         if (ticket.pieces_in_flight > 0 || !(claimed_wholly || ticket.stopped)) return;
-        const State state = ticket.fault != Fault::none ? State::failed : claimed_wholly ? State::complete : State::cancelled;
+        const State state = ticket.fault != Fault::none ? State::failed : claimed_wholly && ticket.lost_from == INT64_MAX ? State::complete : State::cancelled;
         admission_.ends(ticket, state == State::complete, now);
         remember(claim.ticket);
         lock.unlock();
@@ -119,8 +119,9 @@ public:
         admission_.ended_in(now_ns() - now);
     }
 
-    // Starts no further piece of `ticket`; it ends when the pieces in flight have run. Without effect on one that has no more.
+    // Starts no further piece of `ticket`; it ends when the pieces in flight have run, and those that wait for others give up.
     void stop(const TicketRef& ticket) {
+        ticket->unwanted = true;
         std::unique_lock lock(mutex_);
         if (!leave(ticket)) return;
         end_stopped(ticket, lock);

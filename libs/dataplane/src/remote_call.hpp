@@ -7,6 +7,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,7 +22,8 @@ struct CallLayer {
     std::byte* out;  // the caller's while the ticket is open, and not a moment longer
     int64_t row_count, row_bytes;
     int segments_left = 0;
-    std::vector<std::pair<AskRef, size_t>> came;  // segments that are there; not changed once the ticket has ended
+    std::string said;  // by the owner that failed it; not changed once the ticket has ended
+    std::vector<std::pair<AskRef, size_t>> came = {};  // segments that are there; as `said`
 };
 
 struct Part;
@@ -38,6 +41,7 @@ struct Call {
     std::vector<PartRef> parts;
     size_t layers_open = 0;
     Fault fault = Fault::none;        // of the owner that failed last
+    std::string said;                 // by it
     Verdict refusal;                  // the last one
     Reactor::TimerRef giving_up;
     bool whole = false;               // every owner is asked for everything; else rows have owners of their own
@@ -54,7 +58,7 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
         virtual ~Events() = default;
         virtual void on_segment(Part& part, size_t segment) = 0;
         virtual void on_whole(Part& part) = 0;
-        virtual void on_failure(Part& part, const Verdict& why) = 0;
+        virtual void on_failure(Part& part, const Verdict& why, std::string_view said) = 0;
     };
 
     Part(Events& events, CallRef call, AskRef work, int owner, uint64_t tried)
@@ -66,7 +70,7 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
         const Segment& segment = work->segments[index];
         const uint64_t into = at - segment.at, left = segment.bytes - into;
         if (!wants(index)) return {nullptr, left};
-        if (segment.positions.empty()) return {call->layers[static_cast<size_t>(segment.layer)].out + into, left};
+        if (segment.positions.empty()) return {row(segment) + into, left};
         return {scattered.get() + at, left};
     }
 
@@ -79,10 +83,10 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
         if (bytes == work->reply_bytes) events.on_whole(*this);
     }
 
-    void failed(const Verdict& why) override {
+    void failed(const Verdict& why, std::string_view said) override {
         const PartRef keep = shared_from_this();
         connection.reset();
-        if (!over) events.on_failure(*this, why);
+        if (!over) events.on_failure(*this, why, said);
     }
 
     // Someone still waits for this segment, and it has not come by this part or the one that it hedges.
@@ -118,6 +122,11 @@ struct Part final : Reply, std::enable_shared_from_this<Part> {
     Reactor::TimerRef timer;
 
 private:
+    std::byte* row(const Segment& segment) const noexcept {
+        const CallLayer& layer = call->layers[static_cast<size_t>(segment.layer)];
+        return layer.out + segment.first_row * layer.row_bytes;
+    }
+
     size_t segment_at(uint64_t at) const noexcept {
         size_t index = next_segment;  // replies come in order; segments without rows are passed by
         while (work->segments[index].at + work->segments[index].bytes <= at) ++index;

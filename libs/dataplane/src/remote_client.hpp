@@ -28,11 +28,14 @@ class Split {
 public:
     Split(const Call& call, uint64_t tried, int64_t now) : call_(call), tried_(tried), now_(now) {}
 
-    std::vector<Share> whole(const AskRef& work) const {
+    std::vector<Share> whole(const std::vector<AskRef>& works) const {
         std::vector<int32_t> all(call_.spread->owners.size());
         for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int32_t>(i);
         const int owner = choose(all.data(), static_cast<int>(all.size()));
-        return owner < 0 ? std::vector<Share>{} : std::vector<Share>{{owner, work}};
+        std::vector<Share> made;
+        if (owner >= 0)
+            for (const AskRef& work : works) made.push_back({owner, work});
+        return made;
     }
 
     // `segments`: ids and positions, of layers that are still wanted.
@@ -41,7 +44,8 @@ public:
         for (const Segment& segment : segments)
             if (!share(segment, *call_.spread->routes[static_cast<size_t>(places[static_cast<size_t>(segment.layer)])], shares)) return {};
         std::vector<Share> made;
-        for (auto& [owner, mine] : shares) made.push_back({owner, gather_work(std::move(mine), call_.numbers, call_.row_bytes)});
+        for (auto& [owner, mine] : shares)
+            for (std::vector<Segment>& each : cut(std::move(mine), call_.row_bytes)) made.push_back({owner, gather_work(std::move(each), call_.numbers, call_.row_bytes)});
         return made;
     }
 
@@ -113,10 +117,10 @@ public:
         return Fault::unavailable;
     }
 
-    // The layer's ticket ends soon, and nobody writes to its buffer afterwards.
-    void cancel(const CallRef& call, size_t layer) {
+    // The layer's ticket ends soon, and nobody writes to its buffer afterwards. False, and it never ends: the reactor is closed.
+    bool cancel(const CallRef& call, size_t layer) {
         auto self = shared_from_this();
-        reactor_->post([self, call, layer] {
+        return reactor_->post([self, call, layer] {
             self->end_layer(*call, call->layers[layer], State::cancelled, Fault::none);
             self->end_if_over(call);
         });
@@ -143,6 +147,9 @@ public:
         std::lock_guard lock(mutex_);
         return std::exchange(finished_, {});
     }
+
+    // After a `cancel` that said false: returns when nobody writes to a buffer any more. Not from inside the reactor.
+    void wait_closed() { reactor_->close(); }
 
     const RemoteVersionRef& version() const noexcept { return version_; }
 
@@ -177,7 +184,7 @@ private:
         if (part->over || part->call->over()) return;
         const OwnerRef owner = part->call->spread->owners[static_cast<size_t>(part->owner)];
         const auto connection = owner ? connection_to(owner) : nullptr;
-        if (!connection) return on_failure(*part, {Fault::unavailable});
+        if (!connection) return on_failure(*part, {Fault::unavailable}, "");
         part->prepare();
         part->connection = connection;
         const int64_t now = now_ns();
@@ -237,7 +244,7 @@ private:
     // The part's rows that are still wanted, over owners that are not in `tried`.
     std::vector<Share> others(const Part& part, uint64_t tried) const {
         const Split split(*part.call, tried, now_ns());
-        if (part.call->whole) return split.whole(part.work);
+        if (part.call->whole) return split.whole({part.work});
         std::vector<Segment> left;
         for (size_t i = 0; i < part.work->segments.size(); ++i)
             if (part.wants(i)) left.push_back(part.work->segments[i]);
@@ -286,12 +293,13 @@ private:
         retire(part);
     }
 
-    void on_failure(Part& part, const Verdict& why) override {
+    void on_failure(Part& part, const Verdict& why, std::string_view said) override {
         const PartRef keep = part.shared_from_this();
         if (part.over || part.call->over()) return;
         Call& call = *part.call;
         call.fault = why.fault;
-        if (why.reason != Reason::none) call.refusal = why;
+        call.said = said;
+        if (why.reason != Reason::none || why.retry_after_ns > 0) call.refusal = why;
         part.unavailable |= why.fault == Fault::unavailable;
         part.tried |= bit(part.owner);
         reactor_->forget(part.timer);
@@ -384,6 +392,7 @@ private:
     void end_layer(Call& call, CallLayer& layer, State state, Fault fault) {
         if (layer.ticket->ended()) return;
         layer.ticket->fault = fault;
+        if (fault != Fault::none && fault == call.fault) layer.said = call.said;
         --call.layers_open;
         layer.ticket->end(state);
         std::lock_guard lock(mutex_);

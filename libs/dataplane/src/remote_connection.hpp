@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -29,7 +30,7 @@ public:
     // Where byte `at` of the reply and those behind it go, and how many of them; null: nobody wants them.
     virtual std::pair<std::byte*, uint64_t> place(uint64_t at) noexcept = 0;
     virtual void arrived(uint64_t bytes) = 0;  // so many in all; the last call says that the reply is whole
-    virtual void failed(const Verdict& why) = 0;
+    virtual void failed(const Verdict& why, std::string_view said) = 0;  // `said`: the owner's text
 };
 
 struct Connection final : Watcher, std::enable_shared_from_this<Connection> {
@@ -96,7 +97,7 @@ struct Connection final : Watcher, std::enable_shared_from_this<Connection> {
         auto flights = std::move(flights_);
         flights_.clear();
         for (auto& [id, flight] : flights)
-            if (flight.reply) flight.reply->failed({Fault::unavailable});
+            if (flight.reply) flight.reply->failed({Fault::unavailable}, "");
     }
 
     // Over without a word.
@@ -200,7 +201,7 @@ private:
 
     ssize_t receive_body() {
         if (header_.kind == static_cast<uint16_t>(Kind::fault)) {
-            const ssize_t got = ::recv(fd_.get(), scratch(), body_left_, 0);
+            const ssize_t got = ::recv(fd_.get(), scratch() + (header_.body_bytes - body_left_), body_left_, 0);
             if (got > 0) body_left_ -= static_cast<uint64_t>(got);
             return got;
         }
@@ -234,7 +235,7 @@ private:
             const Flight flight = std::move(found->second);
             flights_.erase(found);
             owner_.answered();
-            if (flight.reply) flight.reply->failed(told());
+            if (flight.reply) flight.reply->failed(told(), {reinterpret_cast<const char*>(scratch()), header_.body_bytes});
             return true;
         }
         if (found->second.received < found->second.work->reply_bytes) return true;

@@ -8,7 +8,6 @@
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -20,12 +19,13 @@
 #include <type_traits>
 #include <utility>
 
+#include "descriptors.hpp"
 #include "versions.hpp"
 
 namespace treadle::dataplane::ring {
 
 inline constexpr uint32_t MAGIC = 0x676e7274;       // "trng"
-inline constexpr uint32_t PROTOCOL = 1;
+inline constexpr uint32_t PROTOCOL = 2;
 inline constexpr int SLOTS = 64;                    // requests in flight of one client: one word of bits names them all
 inline constexpr int64_t ROWS_MAX = int64_t{1} << 22;    // of one request
 inline constexpr int64_t TOKENS_MAX = int64_t{1} << 16;  // of one request; the server copies them: half a MiB
@@ -52,19 +52,24 @@ struct Answer {
     int64_t started_ns, finished_ns;
 };
 
-// A slot is the client's until it says SUBMITTED, the server's until it says ENDED.
-enum Phase : uint32_t { FREE = 0, SUBMITTED = 1, AWAITED = 2, ENDED = 3, LOST = 4 };
+// A slot is the client's until it says SUBMITTED, the server's until it says ENDED. What the client wants of a request is told by
+// flags in the same word: they end with the request, so none is ever taken for the next one of the slot.
+enum Phase : uint32_t { FREE = 0, SUBMITTED = 1, ENDED = 3, LOST = 4, PHASES = 7 };
+enum Wish : uint32_t {
+    AWAITED = 8,    // somebody sleeps on the word
+    NOTIFIED = 16,  // say on the socket that it has ended
+    STOPPED = 32,   // start no further piece of it
+};
 
 struct alignas(64) Slot {
-    std::atomic<uint32_t> state;   // a futex; AWAITED: somebody sleeps on it
-    std::atomic<uint32_t> notify;  // 1: say on the socket that it has ended
+    std::atomic<uint32_t> state;  // a futex: a Phase and, while SUBMITTED, wishes
     Request request;
     Answer answer;
 };
 
 struct Ring {
     alignas(64) std::atomic<uint64_t> submitted;  // bit of a slot: there is a request; taken by the server
-    alignas(64) std::atomic<uint64_t> stopped;    // bit of a slot: start no further piece of it
+    alignas(64) std::atomic<uint64_t> stopped;    // bit of a slot: look whether it says STOPPED
     Slot slots[SLOTS];
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -121,24 +126,6 @@ inline void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, int64_t u
     const timespec until{static_cast<time_t>(until_ns / 1'000'000'000), static_cast<long>(until_ns % 1'000'000'000)};
     ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_BITSET, expected, &until, nullptr, FUTEX_BITSET_MATCH_ANY);
 }
-
-// A descriptor that closes itself.
-class Descriptor {
-public:
-    explicit Descriptor(int fd = -1) noexcept : fd_(fd) {}
-    Descriptor(Descriptor&& from) noexcept : fd_(std::exchange(from.fd_, -1)) {}
-    Descriptor& operator=(Descriptor&& from) noexcept {
-        std::swap(fd_, from.fd_);
-        return *this;
-    }
-    ~Descriptor() {
-        if (fd_ >= 0) ::close(fd_);
-    }
-    int get() const noexcept { return fd_; }
-
-private:
-    int fd_;
-};
 
 // A shared mapping that unmaps itself.
 class Mapping {

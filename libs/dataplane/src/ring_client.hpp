@@ -126,7 +126,6 @@ public:
 
     void put(int slot, const Request& request) noexcept {
         copy_out(request, ring().slots[slot].request);
-        ring().slots[slot].notify.store(0, std::memory_order_relaxed);
         ring().slots[slot].state.store(SUBMITTED, std::memory_order_relaxed);
     }
 
@@ -138,6 +137,7 @@ public:
     }
 
     void stop(int slot) noexcept {
+        if (wish(slot, STOPPED) != SUBMITTED) return;
         ring().stopped.fetch_or(uint64_t{1} << slot);
         ring_doorbell();
     }
@@ -146,17 +146,13 @@ public:
     uint32_t wait(int slot, int64_t until_ns) noexcept {
         std::atomic<uint32_t>& state = ring().slots[slot].state;
         while (true) {
-            uint32_t now = state.load(std::memory_order_acquire);
-            if (now == SUBMITTED) {
-                if (!state.compare_exchange_strong(now, AWAITED)) continue;
-                now = AWAITED;
-            }
-            if (now == ENDED || now == LOST || now_ns() >= until_ns) return now;
-            futex_wait(state, AWAITED, until_ns);
+            const uint32_t phase = wish(slot, AWAITED);
+            if (phase != SUBMITTED || now_ns() >= until_ns) return phase;
+            if (const uint32_t word = state.load(); (word & PHASES) == SUBMITTED) futex_wait(state, word, until_ns);
         }
     }
 
-    uint32_t state(int slot) const noexcept { return ring().slots[slot].state.load(std::memory_order_acquire); }
+    uint32_t state(int slot) const noexcept { return ring().slots[slot].state.load(std::memory_order_acquire) & PHASES; }
     Answer answer(int slot) const noexcept { return copy_in(ring().slots[slot].answer); }
 
     // `event_fd` is written to when the slot has ended, now or later; until the slot is given back.
@@ -165,9 +161,7 @@ public:
             std::lock_guard lock(event_fds_mutex_);
             event_fds_[slot] = event_fd;
         }
-        ring().slots[slot].notify.store(1);
-        const uint32_t now = ring().slots[slot].state.load();
-        if (now == ENDED || now == LOST) signal(slot);
+        if (wish(slot, NOTIFIED) != SUBMITTED) signal(slot);
     }
 
     // From now on nobody writes to the descriptor.
@@ -276,12 +270,21 @@ private:
         fail(~uint64_t{0});
     }
 
+    // Tells it to the server with the word that the request ends by. Returns its phase: once it has ended it takes no more wishes.
+    uint32_t wish(int slot, uint32_t what) noexcept {
+        std::atomic<uint32_t>& state = ring().slots[slot].state;
+        uint32_t now = state.load();
+        while ((now & PHASES) == SUBMITTED && (now & what) == 0)
+            if (state.compare_exchange_weak(now, now | what)) break;
+        return now & PHASES;
+    }
+
     // Whoever waits for these slots learns that no answer will come.
     void fail(uint64_t slots) noexcept {
         for (uint64_t bits = slots; bits != 0; bits &= bits - 1) {
             const int slot = std::countr_zero(bits);
             std::atomic<uint32_t>& state = ring().slots[slot].state;
-            for (uint32_t now = state.load(); now == SUBMITTED || now == AWAITED;)
+            for (uint32_t now = state.load(); (now & PHASES) == SUBMITTED;)
                 if (state.compare_exchange_weak(now, LOST)) break;
             futex_wake(state);
             signal(slot);

@@ -150,7 +150,7 @@ private:
         const auto claim = queue_.try_claim(Tier::memory);
         if (!claim) return false;
         const int64_t start = now_ns();
-        const Fault fault = claim->ticket->job.run(claim->first, claim->last);
+        const Fault fault = claim->ticket->run(claim->first, claim->last);
         queue_.finish(*claim, now_ns() - start, fault);
         return true;
     }

@@ -56,9 +56,9 @@ public:
             const int slot = std::countr_zero(bits);
             if (busy_.fetch_or(uint64_t{1} << slot) >> slot & 1) return false;  // its first request has not ended
             submit(queue, versions, piece_rows, slot);
+            stop_if_wished(queue, slot);
         }
-        for (uint64_t bits = ring().stopped.exchange(0); bits != 0; bits &= bits - 1)
-            if (const TicketRef ticket = ticket_of(std::countr_zero(bits))) queue.stop(ticket);
+        for (uint64_t bits = ring().stopped.exchange(0); bits != 0; bits &= bits - 1) stop_if_wished(queue, std::countr_zero(bits));
         return true;
     }
 
@@ -90,6 +90,12 @@ private:
     TicketRef ticket_of(int slot) {
         std::lock_guard lock(mutex_);
         return tickets_[slot];
+    }
+
+    // The bit alone may speak of a request that has ended.
+    void stop_if_wished(Queue& queue, int slot) {
+        if ((ring().slots[slot].state.load() & ring::STOPPED) == 0) return;
+        if (const TicketRef ticket = ticket_of(slot)) queue.stop(ticket);
     }
 
     void submit(Queue& queue, const Versions& versions, int64_t piece_rows, int slot) {
@@ -222,8 +228,9 @@ private:
         Slot& shared = ring().slots[slot];
         copy_out(answer, shared.answer);
         busy_.fetch_and(~(uint64_t{1} << slot));  // before the client can know that the slot is free
-        if (shared.state.exchange(ring::ENDED) == ring::AWAITED) futex_wake(shared.state);
-        if (shared.notify.exchange(0) == 0) return;
+        const uint32_t before = shared.state.exchange(ring::ENDED);  // from here on the slot may hold another request
+        if (before & ring::AWAITED) futex_wake(shared.state);
+        if ((before & ring::NOTIFIED) == 0) return;
         const Notice notice{static_cast<uint32_t>(slot)};
         // A client that lets its notices pile up loses its connection rather than a notice.
         if (::send(socket_.get(), &notice, sizeof notice, MSG_DONTWAIT | MSG_NOSIGNAL) < 0) ::shutdown(socket_.get(), SHUT_RDWR);

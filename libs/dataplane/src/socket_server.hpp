@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -68,26 +69,53 @@ private:
 
     void accept_all() noexcept {
         pthread_setname_np(pthread_self(), "treadle-accept");
-        std::vector<pollfd> polled{{stop_.fd(), POLLIN, 0}};
+        std::vector<pollfd> polled{{stop_.fd(), POLLIN, 0}, {shared_.news.fd(), POLLIN, 0}};
         for (const Descriptor& listener : listeners_) polled.push_back({listener.get(), POLLIN, 0});
         while (!stopping_) {
-            if (::poll(polled.data(), polled.size(), -1) < 0 && errno != EINTR) return;
-            for (size_t i = 1; i < polled.size(); ++i)
-                if (polled[i].revents) accept_one(polled[i].fd);
+            for (pollfd& each : polled) each.revents = 0;
+            const int64_t full_ns = full_for_ns();
+            const int wait_ms = full_ns > 0 ? static_cast<int>(full_ns / 1'000'000) + 1 : -1;
+            if (::poll(polled.data(), full_ns > 0 ? 2 : polled.size(), wait_ms) < 0 && errno != EINTR) return;
+            if (polled[1].revents) shared_.news.clear();
+            forget_ended();
+            for (size_t i = 2; i < polled.size(); ++i)
+                if (polled[i].revents && full_for_ns() <= 0) accept_one(polled[i].fd);
         }
     }
 
-    void accept_one(int listener) noexcept {
-        Descriptor fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    void forget_ended() noexcept {
         peers_.remove_if([](Peer& peer) {
             if (peer.over) peer.thread.join();
             return peer.over.load();
         });
+    }
+
+    // Until the stranger who came first has been silent for long enough to lose his place; not above 0: there is one.
+    int64_t full_for_ns() const noexcept {
+        const Peer* first = nullptr;
+        int strangers = 0;
+        for (const Peer& peer : peers_)
+            if (peer.connection.takes_strangers_place() && !peer.over) {
+                if (!first) first = &peer;
+                ++strangers;
+            }
+        return strangers < STRANGERS_MAX ? 0 : first->connection.since_ns() + STRANGER_NS - now_ns();
+    }
+
+    // He who keeps silent longest yields.
+    void make_room() noexcept {
+        const auto stranger = [](const Peer& peer) { return peer.connection.takes_strangers_place() && !peer.over; };
+        if (std::count_if(peers_.begin(), peers_.end(), stranger) < STRANGERS_MAX) return;
+        if (const auto first = std::find_if(peers_.begin(), peers_.end(), stranger); first != peers_.end()) first->connection.yield();
+    }
+
+    void accept_one(int listener) noexcept {
+        Descriptor fd(::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
         if (!fd) {
             if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) poll_until(stop_.fd(), POLLIN, now_ns() + 50'000'000);  // until some leave
             return;
         }
-        if (peers_.size() >= static_cast<size_t>(shared_.limits.connections_max)) return turn_away(fd);
+        make_room();
         const int on = 1;
         ::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);  // without effect on a Unix socket
         try {
@@ -108,16 +136,9 @@ private:
         pthread_setname_np(pthread_self(), "treadle-socket");
         ++shared_.counters.connections;
         peer.connection.run();
-        peer.connection.cut();
         --shared_.counters.connections;
         peer.over = true;
-    }
-
-    void turn_away(const Descriptor& fd) noexcept {
-        FrameHeader header = fault_frame(0, Fault::refused, 0);
-        header.retry_ns = 100'000'000;
-        [[maybe_unused]] const auto sent = ::send(fd.get(), &header, sizeof header, MSG_NOSIGNAL | MSG_DONTWAIT);
-        ++shared_.counters.refused_total;
+        shared_.news.set();
     }
 
     SocketShared shared_;

@@ -128,12 +128,24 @@ public:
     Fault fault = Fault::none;      // the first one met
     int pieces_in_flight = 0;
     bool stopped = false;
+    std::atomic<bool> unwanted{false};  // whoever asked waits no more: a piece that waits for others may give up
     uint64_t sequence = 0;     // order of submission, among equal keys
     int64_t order_key = 0;     // the deadline, or the same for all in a queue that is first come, first served
     Work work{};               // what admission reckons with
     int64_t predicted_ns = 0;  // its finish, later tickets that were admitted before it included; 0: not predicted
 
     int64_t done_units() const noexcept { return std::min(next_unit, lost_from); }
+
+    // Pieces of this ticket run on the calling thread only by this.
+    Fault run(int64_t first, int64_t last) const {
+        running_ = this;
+        const Fault fault = job.run(first, last);
+        running_ = nullptr;
+        return fault;
+    }
+
+    // The ticket whose piece this thread runs, for tiers that wait; null: none.
+    static const Ticket* running() noexcept { return running_; }
 
     std::shared_ptr<void> arrays;  // never touched by the queue or its threads
 
@@ -143,6 +155,7 @@ private:
         [[maybe_unused]] const auto written = ::write(event_fd_, &one, sizeof one);  // a fresh counter cannot be full
     }
 
+    static inline thread_local const Ticket* running_ = nullptr;
     std::mutex mutex_;
     std::condition_variable ended_;
     std::atomic<State> state_{State::open};

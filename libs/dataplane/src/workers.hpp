@@ -46,7 +46,7 @@ private:
         pthread_setname_np(pthread_self(), "treadle-edf");
         while (const auto claim = queue_.claim()) {
             const int64_t start = now_ns();
-            const Fault fault = claim->ticket->job.run(claim->first, claim->last);
+            const Fault fault = claim->ticket->run(claim->first, claim->last);
             queue_.finish(*claim, now_ns() - start, fault);
         }
     }

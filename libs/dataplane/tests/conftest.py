@@ -1,4 +1,4 @@
-"""Owners in processes of their own, for whoever asks for rows over sockets."""
+"""Queues of both kinds, C++ programs under sanitizers, and owners in processes of their own."""
 
 from __future__ import annotations
 
@@ -10,14 +10,59 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from treadle.dataplane import IMPLEMENTATION
+from treadle.dataplane import IMPLEMENTATION, DeadlineQueue
 
 PATIENCE_SECONDS = 30.0
-sys.path.append(str(Path(__file__).parent))  # owner_process.py is a program and what tests know of its rows
+BUILD_SECONDS_MAX = 240.0  # on a busy machine
+sys.path.append(str(Path(__file__).parent))  # owner_process.py is a program and what tests know of its rows; waiting.py
+
+
+@pytest.fixture(params=["native", "python"])
+def make_queue(request: pytest.FixtureRequest) -> Iterator[Callable[..., DeadlineQueue]]:
+    """`make_queue(**options)`: native, then of Python threads; closed with the test."""
+    if request.param == "native" and IMPLEMENTATION != "native":
+        pytest.skip("the native extension was not built")
+    made: list[DeadlineQueue] = []
+
+    def make(**options: Any) -> DeadlineQueue:
+        made.append(DeadlineQueue(implementation=request.param, **options))
+        return made[-1]
+
+    yield make
+    for queue in made:
+        queue.close()
+
+
+@pytest.fixture
+def run_sanitized(tmp_path: Path) -> Callable[[str, str], None]:
+    """`run_sanitized(name, sanitizer)`: build name.cpp beside this file and run it; it says `ok` and nothing is found."""
+    return partial(_run_sanitized, tmp_path)
+
+
+def _run_sanitized(folder: Path, name: str, sanitizer: str) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler: install g++")
+    program, kernels = folder / name, Path(__file__).parents[2] / "kernels" / "include"
+    flags = [
+        "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread",
+        f"-I{kernels}",
+    ]  # fmt: skip
+    built = subprocess.run(
+        [compiler, *flags, str(Path(__file__).with_name(f"{name}.cpp")), "-o", str(program)],
+        capture_output=True, text=True, timeout=BUILD_SECONDS_MAX, check=False,
+    )  # fmt: skip
+    if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
+        pytest.skip(f"this compiler comes without the {sanitizer} sanitizer")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "ok\n"), ran.stderr
 
 
 @dataclass

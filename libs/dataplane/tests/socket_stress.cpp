@@ -107,7 +107,7 @@ void ask(const std::shared_ptr<RemoteClient>& client, unsigned seed, std::atomic
         const CallRef call = make_call(*client->version(), buffers, buffers.out.data(), 10 * SECOND);
         const Split split(*call, 0, now_ns());
         std::vector<Segment> segments{{0, 0, 0, buffers.ids, {}}};
-        auto shares = call->whole ? split.whole(gather_work(std::move(segments), call->numbers, call->row_bytes)) : split.rows(segments, {0});
+        auto shares = call->whole ? split.whole({gather_work(std::move(segments), call->numbers, call->row_bytes)}) : split.rows(segments, {0});
         expect(client->start(call, std::move(shares)) == Fault::none, "a call starts");
         Ticket& ticket = *call->layers[0].ticket;
         const bool changes_mind = random() % 4 == 0;

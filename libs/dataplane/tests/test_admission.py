@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -17,6 +17,11 @@ from treadle.dataplane.admission import NO_DEADLINE, RESERVES_MAX, Bandwidth, Co
 from treadle.dataplane.extension import native_module
 from treadle.dataplane.fallback_admission import PROBE_NS, WAKE_NS, Admission, QueueOptions, Size
 
+if TYPE_CHECKING:
+    from tests.waiting import wait_for
+else:
+    from waiting import wait_for
+
 SECONDS = 20.0  # no wait here comes near it unless something is broken
 TRIES = 50  # for what must be caught while a long ticket runs
 TABLE = np.random.default_rng(3).integers(0, 256, (20_000, 320), dtype=np.uint8)
@@ -27,27 +32,6 @@ MakeQueue = Callable[..., DeadlineQueue]
 needs_native = pytest.mark.skipif(
     IMPLEMENTATION != "native", reason="the native extension was not built: pip install needs a C++20 compiler"
 )
-
-
-@pytest.fixture(params=["native", "python"])
-def make_queue(request: pytest.FixtureRequest) -> Iterator[MakeQueue]:
-    if request.param == "native" and IMPLEMENTATION != "native":
-        pytest.skip("the native extension was not built")
-    made: list[DeadlineQueue] = []
-
-    def make(**options: object) -> DeadlineQueue:
-        made.append(DeadlineQueue(implementation=request.param, **options))  # type: ignore[arg-type]
-        return made[-1]
-
-    yield make
-    for queue in made:
-        queue.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
 
 
 def submit(queue: DeadlineQueue, deadline: Deadline, count: int = 100) -> Ticket:

@@ -8,15 +8,20 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, RowOutOfRange
 from treadle.contract.policy import WAIT_SECONDS_MAX
-from treadle.dataplane import IMPLEMENTATION, PIECE_ROWS_MAX, TICKETS_MAX, WORKERS_MAX, DeadlineQueue, Ticket
+from treadle.dataplane import PIECE_ROWS_MAX, TICKETS_MAX, WORKERS_MAX, DeadlineQueue, Ticket
+
+if TYPE_CHECKING:
+    from tests.waiting import wait_for
+else:
+    from waiting import wait_for
 
 SECONDS = 20.0  # no wait here comes near it unless something is broken
 TRIES = 200  # for what must be caught while a long ticket runs
@@ -30,27 +35,6 @@ LONG_OUT = np.zeros(
 )  # in pieces of one row: tens of milliseconds, against one submission
 
 MakeQueue = Callable[..., DeadlineQueue]
-
-
-@pytest.fixture(params=["native", "python"])
-def make_queue(request: pytest.FixtureRequest) -> Iterator[MakeQueue]:
-    if request.param == "native" and IMPLEMENTATION != "native":
-        pytest.skip("the native extension was not built")
-    made: list[DeadlineQueue] = []
-
-    def make(**options: Any) -> DeadlineQueue:
-        made.append(DeadlineQueue(implementation=request.param, **options))
-        return made[-1]
-
-    yield make
-    for queue in made:
-        queue.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
 
 
 class Gather:

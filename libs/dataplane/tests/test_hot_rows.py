@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -187,28 +187,5 @@ def test_limits_are_named() -> None:
 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
-def test_readers_and_a_writer_do_not_race(tmp_path: Path, sanitizer: str) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: install g++")
-    source, program = Path(__file__).with_name("hot_stress.cpp"), tmp_path / "hot_stress"
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-g",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-fsanitize={sanitizer}",
-        "-fno-sanitize-recover=all",
-        "-pthread",
-    ]
-    include = f"-I{Path(__file__).parents[2] / 'kernels' / 'include'}"
-    built = subprocess.run(
-        [compiler, *flags, include, str(source), "-o", str(program)], capture_output=True, text=True, timeout=120, check=False
-    )
-    if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
-        pytest.skip(f"this compiler comes without the {sanitizer} sanitizer")
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "ok\n"), ran.stderr
+def test_readers_and_a_writer_do_not_race(run_sanitized: Callable[[str, str], None], sanitizer: str) -> None:
+    run_sanitized("hot_stress", sanitizer)

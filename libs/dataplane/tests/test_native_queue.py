@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -47,28 +45,5 @@ def test_a_ticket_starts_and_ends_while_a_busy_python_thread_keeps_the_gil() -> 
 
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 @pytest.mark.parametrize("stress", ["queue_stress", pytest.param("socket_stress", marks=pytest.mark.slow)])
-def test_native_threads_run_clean_under(sanitizer: str, stress: str, tmp_path: Path) -> None:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    source, program = Path(__file__).with_name(f"{stress}.cpp"), tmp_path / stress
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-g",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-fsanitize={sanitizer}",
-        "-fno-sanitize-recover=all",
-        "-pthread",
-        f"-I{Path(__file__).parents[2] / 'kernels' / 'include'}",
-    ]
-    built = subprocess.run(
-        [compiler, *flags, str(source), "-o", str(program)], capture_output=True, text=True, timeout=240, check=False
-    )
-    if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
-        pytest.skip(f"this compiler comes without the {sanitizer} sanitizer")
-    assert built.returncode == 0, built.stderr
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=120, check=False)
-    assert (ran.returncode, ran.stdout) == (0, "ok\n"), ran.stderr
+def test_native_threads_run_clean_under(sanitizer: str, stress: str, run_sanitized: Callable[[str, str], None]) -> None:
+    run_sanitized(stress, sanitizer)

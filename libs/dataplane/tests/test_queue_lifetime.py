@@ -6,9 +6,8 @@ import gc
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -16,6 +15,11 @@ import pytest
 from treadle.contract import Deadline, Unavailable
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, Implementation, Ticket
+
+if TYPE_CHECKING:
+    from tests.waiting import wait_for
+else:
+    from waiting import wait_for
 
 SECONDS = 20.0
 TABLE = np.ones((4, 4096), np.uint8)
@@ -46,12 +50,6 @@ def run_script(implementation: Implementation, script: str) -> str:
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.strip()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < until, "it never came true"
 
 
 def queue_threads() -> int:

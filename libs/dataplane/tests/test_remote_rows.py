@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -132,6 +135,70 @@ def test_an_owner_that_does_not_hold_a_row_is_passed_by() -> None:
             look_up(rows, 20)
         with rows_at(part.addresses[0]) as rows, pytest.raises(RowOutOfRange):
             look_up(rows, 20)
+
+
+@contextmanager
+def silent_owner() -> Iterator[str]:
+    """Its connections are taken and nothing is ever said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def served_from(rows: RemoteRows, *, give_up_seconds: float, patience_seconds: float = 0.0) -> Iterator[RemoteRows]:
+    """Rows of a host that has none of its own: it asks the owners of `rows`."""
+    layers = [
+        ServedLayer(layer.number, layer.plan, rows.store(layer.number, give_up_seconds, patience_seconds=patience_seconds))
+        for layer in layers_of(MODEL)
+    ]
+    with server_here(layers=layers) as (agent, _, _), rows_at(agent.addresses[0]) as here:
+        yield here
+
+
+def ask(rows: RemoteRows, deadline_seconds: float) -> RemoteTicket:
+    out = np.zeros((4, ROW_BYTES), np.uint8)
+    return rows.submit_gather(4, np.arange(4), out, Deadline.after(deadline_seconds), Deadline.after(SECONDS))
+
+
+def test_a_host_asks_owners_no_longer_than_its_caller_wants_the_rows() -> None:
+    with silent_owner() as address, rows_at(address) as rows, served_from(rows, give_up_seconds=SECONDS / 2) as here:
+        begun = time.monotonic()
+        with pytest.raises(DeadlineExceeded):
+            ask(here, 0.05).wait(SECONDS)
+        assert time.monotonic() - begun < SECONDS / 4
+
+
+def test_a_stopped_request_frees_the_thread_that_asks_owners() -> None:
+    with silent_owner() as address, rows_at(address) as rows, DeadlineQueue(workers=1, implementation="native") as queue:
+        store = rows.store(4, SECONDS / 2, patience_seconds=SECONDS / 2)
+        out, begun = np.zeros((4, ROW_BYTES), np.uint8), time.monotonic()
+        ticket = queue._engine.submit_gather(store, np.arange(4), out, Deadline.after(SECONDS).at_ns, 0)
+        while not ticket.started_ns:
+            assert time.monotonic() - begun < SECONDS / 4
+        assert ticket.cancel() == 0
+        assert ticket.fault == 0
+        assert time.monotonic() - begun < SECONDS / 4
+
+
+def test_a_store_of_a_process_whose_thread_has_gone_ends_its_gathers() -> None:
+    """In a process of its own: the thread is shared by all of it."""
+    program = """
+import numpy as np, socket, sys, time
+from treadle.contract import Deadline
+from treadle.dataplane import DeadlineQueue, RemoteLayer, RemoteRows
+from treadle.dataplane.remote import _hub
+with socket.create_server(("127.0.0.1", 0)) as silent, DeadlineQueue(workers=1, implementation="native") as queue:
+    rows = RemoteRows("0" * 64, bytes(32), [RemoteLayer(0, 100, 64, 1)])
+    rows.add_owner(f"127.0.0.1:{silent.getsockname()[1]}")
+    out = np.zeros((4, 64), np.uint8)
+    ticket = queue._engine.submit_gather(rows.store(0, 0.3), np.arange(4), out, Deadline.after(9).at_ns, 0)
+    while not ticket.started_ns:
+        pass
+    _hub().close()
+    assert not ticket.wait(9.0)
+    assert ticket.ended and ticket.fault == 2, ticket.fault
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_rows_come_by_id_and_a_bad_id_is_refused_before_anything_is_sent() -> None:

@@ -170,6 +170,33 @@ def test_a_ticket_is_readable_for_an_event_loop_once_it_has_ended(host: Host) ->
             call.close()
 
 
+CLIENT_THAT_USES_A_SLOT_AGAIN_AND_AGAIN = """
+import select, sys, time
+import numpy as np
+from treadle.contract import Deadline
+from treadle.dataplane.ring import RingClient
+with RingClient(sys.argv[1]) as client:
+    few, many, version = client.buffer((64, 64)), client.buffer((4_096, 64)), bytes.fromhex("ab" * 32)
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        assert client.submit_gather(version, 3, np.arange(64), few, Deadline.after(5)).wait(5)
+        call = client.submit_gather(version, 3, np.arange(4_096), many, Deadline.after(5))
+        assert select.select([call.fileno()], [], [], 5)[0], "nobody said that it has ended"
+        assert call.done
+        call.close()
+        stopped = client.submit_gather(version, 3, np.arange(4_096), many, Deadline.after(5))
+        stopped.cancel()
+        assert client.submit_gather(version, 3, np.arange(64), few, Deadline.after(5)).wait(5), "stopped with the one before it"
+"""
+
+
+def test_what_was_wished_of_a_request_is_not_taken_for_the_next_of_its_slot(host: Host) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT_THAT_USES_A_SLOT_AGAIN_AND_AGAIN, host.path], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_many_threads_share_a_client(host: Host) -> None:
     failures: list[BaseException] = []
 
@@ -429,7 +456,7 @@ class Stranger:
     def __init__(self, path: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.connect(path)
-        self.socket.send(HELLO.pack(0x676E7274, 1, bytes(32), 0, time.monotonic_ns()))
+        self.socket.send(HELLO.pack(0x676E7274, 2, bytes(32), 0, time.monotonic_ns()))
         data, self.descriptors, _, _ = socket.recv_fds(self.socket, 64, 4)
         _, _, fault, _, arena_bytes = WELCOME.unpack(data)
         assert fault == Fault.NONE
@@ -564,7 +591,7 @@ def test_the_memory_cannot_be_resized(stranger: Stranger) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [b"", b"x", b"x" * 64, HELLO.pack(0x676E7274, 2, bytes(32), 0, 0), HELLO.pack(1, 1, bytes(32), 0, 0)]
+    "words", [b"", b"x", b"x" * 64, HELLO.pack(0x676E7274, 1, bytes(32), 0, 0), HELLO.pack(1, 2, bytes(32), 0, 0)]
 )
 def test_who_greets_otherwise_is_let_go(host: Host, words: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller:

@@ -243,6 +243,19 @@ def test_another_hosts_device_is_read_if_it_is_shared_and_never_freed(device: Pa
     theirs.close()
 
 
+def test_a_device_stays_shared_until_a_take_over_says_otherwise(device: Path) -> None:
+    space_on(device, THEM, shared=True).close()
+    theirs = space_on(device, THEM)  # the setting was forgotten; readers of before are still there
+    publish(theirs)
+    theirs.give_back({TWO_MIB})
+    assert [region.state for region in theirs.directory.regions] == [RegionState.RETIRED]
+    assert publish(theirs, load=b"next" + bytes(12)).region.offset > TWO_MIB
+    theirs.close()
+    theirs = space_on(device, THEM, take_over=True)
+    assert not theirs.directory.shared
+    theirs.close()
+
+
 def test_a_take_over_is_explicit_and_gives_back_what_was_retired(device: Path) -> None:
     theirs = space_on(device, THEM, shared=True)
     first = publish(theirs).region.offset

@@ -1,6 +1,5 @@
-"""Batches without repeats: the same rows as with them, each fetched once; and whether that pays is measured."""
+"""Ids without repeats: the same by both forms, and where each went."""
 
-import time
 from types import ModuleType
 from typing import Any
 
@@ -8,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
-from treadle.kernels import dedup, gather_rows, reference
+from treadle.kernels import reference
 
 TABLE = np.random.default_rng(0).integers(0, 256, (500, 48), dtype=np.uint8)
 
@@ -72,76 +70,3 @@ def test_ids_of_another_dtype_or_layout_are_refused(kernels: ModuleType) -> None
         kernels.unique_rows(np.zeros(3, dtype=np.int32))
     with pytest.raises(InvalidArgument, match=r"^rows: "):
         kernels.unique_rows(np.zeros(6, dtype=np.int64)[::2])
-
-
-class Tier:
-    """A table that counts what is fetched from it, each row for `seconds`."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.fetched: list[int] = []
-        self._seconds = seconds
-
-    def __call__(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        until = time.perf_counter() + self._seconds * len(ids)
-        self.fetched += ids.tolist()
-        gather_rows(TABLE, ids, out)
-        while time.perf_counter() < until:
-            pass
-
-
-@pytest.mark.parametrize("shape", [(40, 16), (0, 16), (640,)])
-def test_every_row_is_fetched_once_and_arrives_everywhere(shape: tuple[int, ...]) -> None:
-    tier, rows = Tier(), np.random.default_rng(2).integers(0, 60, shape)
-    out = np.zeros((*shape, 48), dtype=np.uint8)
-    assert dedup.gather_deduplicated(tier, rows, out) == len(set(tier.fetched)) == len(tier.fetched)
-    assert (out == TABLE[rows]).all()
-
-
-def test_a_batch_without_repeats_is_fetched_straight_into_out() -> None:
-    tier, rows = Tier(), np.random.default_rng(3).permutation(500)
-    out = np.zeros((500, 48), dtype=np.uint8)
-    assert dedup.gather_deduplicated(tier, rows, out) == 500
-    assert tier.fetched == rows.tolist()
-    assert (out == TABLE[rows]).all()
-
-
-def test_an_out_that_does_not_fit_is_refused_before_anything_is_fetched() -> None:
-    tier = Tier()
-    for out in (np.zeros((3, 48), dtype=np.uint8), np.zeros((2, 96), dtype=np.uint8)[:, ::2], np.zeros(2, dtype=np.uint8)):
-        with pytest.raises(InvalidArgument, match=r"^out: "):
-            dedup.gather_deduplicated(tier, np.zeros(2, dtype=np.int64), out)
-    assert not tier.fetched
-
-
-@pytest.mark.parametrize(
-    ("dedup_ns", "fetch_ns", "repeats", "pays"),
-    [(10, 50, 0.5, True), (10, 50, 0.3, False), (10, 50, 0.0, False), (10, 75_000, 0.2, True), (10, 5, 1.0, False)],
-)
-def test_it_pays_when_rows_not_fetched_save_more_than_looking_costs(
-    dedup_ns: float, fetch_ns: float, repeats: float, pays: bool
-) -> None:
-    decision = dedup.decide(dedup_nanoseconds=dedup_ns, fetch_nanoseconds=fetch_ns, expected_repeats=repeats)
-    assert decision.pays is pays
-    assert decision.repeats_to_break_even == dedup_ns / fetch_ns
-
-
-def test_a_slow_tier_is_measured_as_slow_and_a_fast_one_as_fast() -> None:
-    slow = dedup.measure_dedup(Tier(1e-5), row_count=500, row_bytes=48, expected_repeats=0.3)
-    fast = dedup.measure_dedup(Tier(), row_count=500, row_bytes=48, expected_repeats=0.0)
-    assert slow.pays
-    assert slow.fetch_nanoseconds >= 1e4
-    assert slow.repeats_to_break_even < 0.3
-    assert not fast.pays
-    assert fast.fetch_nanoseconds < slow.fetch_nanoseconds
-
-
-def test_a_measurement_is_bounded_however_slow_the_tier() -> None:
-    tier = Tier(1e-3)
-    decision = dedup.measure_dedup(tier, row_count=500, row_bytes=48, expected_repeats=0.3, seconds=0.01)
-    assert len(tier.fetched) == dedup.PROBE_ROWS
-    assert decision.pays
-
-
-def test_a_share_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="expected_repeats"):
-        dedup.measure_dedup(Tier(), row_count=500, row_bytes=48, expected_repeats=1.5)

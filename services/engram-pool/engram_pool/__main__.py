@@ -11,6 +11,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
 from engram_pool.adapters.mooncake_callers import Callers
+from engram_pool.adapters.native_doors import NativeDoors
 from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.agent import serve_agent
 from engram_pool.assembly import PROGRAM, build_version, mooncake_door, put_together
@@ -56,7 +57,11 @@ async def serve(settings: Settings) -> int:
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
             asyncio.create_task(parts.scrubber.run_forever()),
-            asyncio.create_task(calibrate_when_warm(parts.pool, compute)),
+            asyncio.create_task(
+                calibrate_when_warm(
+                    parts.pool, compute, parts.doors.stores.measure_memory if isinstance(parts.doors, NativeDoors) else None
+                )
+            ),
         ]
         try:
             async with mooncake_door(settings, parts.pool, registry, Callers(tenants, parts.bandwidth)):

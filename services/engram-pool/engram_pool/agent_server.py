@@ -25,8 +25,13 @@ STREAM_SECONDS_MAX = 24 * 3600.0  # of holds and watches, as the SDK's own
 class AgentServer(pb_grpc.EngramPoolServiceServicer):
     """Asks the first upstream pool that answers. Close it in the end."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], doors: Callable[[], Sequence[Door]], *, build_version: str) -> None:
+    def __init__(
+        self, endpoints: Sequence[Endpoint], doors: Callable[[], Sequence[Door]], check_served: Callable[[str], None], *,
+        build_version: str,
+    ) -> None:  # fmt: skip
+        """check_served: raises what keeps a version from this host's doors, if anything does."""
         self._endpoints, self._doors, self._build_version = list(endpoints), doors, build_version
+        self._check_served = check_served
         self._channels = [endpoint.aio_channel() for endpoint in endpoints]
 
     async def close(self) -> None:
@@ -42,6 +47,7 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
     async def OpenModel(self, request: pb.OpenModelRequest, context: Any) -> pb.OpenModelResponse:  # noqa: N802
         """A version, by this host's doors: nothing of it can be mapped here."""
         opened: pb.OpenModelResponse = await self._ask(lambda stub, options: stub.OpenModel(request, **options))
+        self._check_served(opened.model.ref.version)
         del opened.segments[:], opened.doors[:]
         opened.lock_path = ""
         opened.doors.extend(self._own_doors())

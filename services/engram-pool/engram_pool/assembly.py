@@ -42,6 +42,7 @@ from engram_pool.membership import Membership
 from engram_pool.server import EngramPoolServer
 from engram_pool.settings import Settings, Tier
 from treadle.chassis.settings import split_address
+from treadle.client import Fabric
 from treadle.contract import Unavailable
 from treadle.contract.owners import Door
 from treadle.dataplane import Tenants
@@ -119,7 +120,10 @@ def _loader(settings: Settings, pool: Pool, store: SegmentFolder, compute: Compu
     """What loads, and from the same sources repairs."""
     key = read_key(settings.peer_key_file)
     keys = dict.fromkeys(settings.peer_list, key) if key is not None else {}  # shown to peers of ours, to nobody a caller names
-    open_peers = partial(open_peer_version, keys=keys, tls_root_file=settings.peer_tls_root_file)
+    call = partial(
+        Fabric, tls_root_file=settings.peer_tls_root_file, tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file
+    )
+    open_peers = partial(open_peer_version, keys=keys, call=call)
     loader = Loader(
         pool, store, compute, meters, partial(open_checkpoint, allowed_folder=settings.checkpoint_dir),
         partial(open_grown, allowed_folder=settings.checkpoint_dir), open_peers, open_store,
@@ -135,6 +139,8 @@ def _store(settings: Settings) -> SegmentFolder:
         return SegmentFolder(settings.segment_dir, FilePlaces(settings.numa))
     facts = dax_facts(settings.dax_device, sysfs=settings.dax_sysfs_root, size_bytes=settings.dax_bytes)
     space = DaxSpace(facts, host_id(settings.dax_host), shared=settings.dax_shared, take_over=settings.dax_take_over)
+    if space.writable and space.directory.shared and not settings.dax_shared:
+        logger.warning("other hosts may read this device: nothing on it is reused before a start with dax_take_over")
     try:
         return SegmentFolder(settings.segment_dir, DaxPlaces(space))
     except BaseException:

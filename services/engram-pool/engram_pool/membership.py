@@ -90,7 +90,10 @@ async def _keep_going(what: str, work: Callable[[], Awaitable[None]]) -> None:
 
 def _peer(settings: Settings, address: str) -> Endpoint:
     """Another owner, called as every peer is."""
-    return Endpoint(address, read_key(settings.peer_key_file), settings.peer_tls_root_file)
+    return Endpoint(
+        address, read_key(settings.peer_key_file), settings.peer_tls_root_file, tls_cert_file=settings.tls_cert_file,
+        tls_key_file=settings.tls_key_file,
+    )  # fmt: skip
 
 
 def _redis(url: str, directory: Directory) -> RedisDirectory:

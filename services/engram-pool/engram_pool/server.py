@@ -30,7 +30,7 @@ from engram_pool.domain.tenancy import Tenants
 from engram_pool.domain.windows_bytes import read_ids, read_windows
 from engram_pool.owner_lists import list_messages
 from treadle.chassis.errors import CONTRACT_STATUS
-from treadle.contract import PROTO_VERSION, Deadline, DeadlineExceeded, InvalidArgument
+from treadle.contract import PROTO_VERSION, AccessDenied, Deadline, DeadlineExceeded, InvalidArgument
 from treadle.contract.placement import Spread
 from treadle.contract.warm_state import WarmState
 from treadle.engram.v1 import engram_pool_pb2 as pb
@@ -60,6 +60,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
         """Load a version, streaming progress; the model comes last."""
+        self._administers(context)
         async with aclosing(self._loader.load(_load_order(request))) as events:
             async for event in events:
                 if isinstance(event, Progress):
@@ -130,12 +131,14 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def VerifyModel(self, request: pb.VerifyModelRequest, context: Context) -> AsyncIterator[pb.VerifyModelResponse]:  # noqa: N802
         """Compare every checksum."""
+        self._administers(context)
         async with aclosing(self._pool.verify(request.ref.model, request.ref.version)) as events:
             async for progress in events:
                 yield pb.VerifyModelResponse(progress=_progress(progress))
 
     async def PromoteModel(self, request: pb.PromoteModelRequest, context: Context) -> pb.PromoteModelResponse:  # noqa: N802
         """Make a version current."""
+        self._administers(context)
         resident, previous = await self._pool.promote(request.ref.model, request.ref.version)
         (listed,) = await self._pool.readers.with_readers([resident])
         return pb.PromoteModelResponse(model=_model(listed), previous_version=previous)
@@ -151,6 +154,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def ReserveBandwidth(self, request: pb.ReserveBandwidthRequest, context: Context) -> pb.ReserveBandwidthResponse:  # noqa: N802
         """Keep bandwidth of this host's memory free for other traffic."""
+        self._administers(context)
         now = await self._reserving.reserve(request.name, request.bytes_per_second, request.seconds)
         return pb.ReserveBandwidthResponse(
             reserved_bytes_per_second=now.reserved_bytes_per_second, left_bytes_per_second=now.left_bytes_per_second
@@ -185,6 +189,7 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     async def RemoveModel(self, request: pb.RemoveModelRequest, context: Context) -> pb.RemoveModelResponse:  # noqa: N802
         """Take a version, or all of a model, off the list."""
+        self._administers(context)
         removal = await self._pool.remove(request.ref.model, request.ref.version)
         versions = dict.fromkeys((gone.name, gone.version) for gone in removal.removed)  # one may lie aside and be served again
         refs = [pb.ModelRef(model=name, version=version) for name, version in versions]
@@ -205,6 +210,15 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
     def _tenant(self, context: Context) -> int:
         shown = next((str(value) for name, value in context.invocation_metadata() or () if name == "authorization"), "")
         return self._tenants.find(shown.removeprefix("Bearer "))
+
+    def _administers(self, context: Context) -> None:
+        """Raise AccessDenied for a tenant that may use what is here and not change it."""
+        limits = self._tenants.limits[self._tenant(context)]
+        if not limits.admin:
+            raise AccessDenied(
+                f"tenant {limits.name} may not load, remove, promote, verify or reserve: show a key of the pool's api_key_file, "
+                "or set `admin: true` for it in tenants_file"
+            )
 
     def _tenant_messages(self) -> list[pb.Tenant]:
         messages = []
@@ -299,6 +313,7 @@ def _model(listed: Listed) -> pb.Model:
         ref=pb.ModelRef(model=resident.name, version=resident.version), current=listed.current,
         manifest_json=resident.model.to_json(), segment_bytes=resident.stored.stored_bytes, readers=listed.readers,
         loaded_at_seconds=resident.stored.loaded_at_seconds, warm_state=_WARM_STATES[resident.warm_state],
+        damaged_at_ns=resident.damaged_at_ns,
     )  # fmt: skip
 
 

@@ -6,13 +6,15 @@ import os
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import ClassVar
 
-from treadle.chassis.settings import ServerSettings, WrongSetting, is_loopback, split_address
+from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
 from treadle.contract import InvalidArgument
 from treadle.contract.placement import Spread
 
 SOCKET_NAME = "socket"  # beside the segments: who may read those may connect
 RING_NAME = "ring"
+USER_ID_MAX = (1 << 32) - 2  # the last number says "no user"
 
 
 class Storage(StrEnum):
@@ -47,6 +49,8 @@ class VerifyOnStart(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Settings(ServerSettings):
     """Keeps Engram tables in memory and gathers their rows."""
+
+    KEY_FILES: ClassVar[tuple[str, ...]] = ("api_key_file", "tenants_file")
 
     listen: str = "127.0.0.1:7401"
     """Address to listen on, host:port; port 0 takes a free one."""
@@ -109,11 +113,12 @@ class Settings(ServerSettings):
     socket_reply_bytes_max: int = 1 << 30
     """Most bytes of replies in the works at the native socket door; requests beyond it are refused."""
     door_threads: int = 2
-    """Threads that gather for requests at the native doors."""
+    """Threads that gather for requests at the native doors; a host agent's wait for owners, and it has eight times as many."""
     door_requests_max: int = 1024
     """Most requests at the native doors that wait for a thread; more are refused."""
     door_admission: bool = True
-    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted."""
+    """Refuse a request at the native doors at once when it would be late, or would make one late that was admitted.
+    Not in host-agent mode: there the pools that hold the tables do so."""
     tenants_file: Path | None = None
     """YAML file of the tenants: names, tokens, shares and quotas. With it every caller shows a token of it, or a key of api_key_file."""
     ring_listen: str = "auto"
@@ -131,7 +136,8 @@ class Settings(ServerSettings):
     hot_rows_bytes: int = 0
     """Most memory of hot rows before the disk, shared with the ring's clients, for each size of rows; 0: none."""
     upstream: str = ""
-    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring."""
+    """Host-agent mode: pools that hold the tables, host:port, separated by commas. This one holds none: it serves theirs by its ring.
+    Settings of what it has not (tables, other doors) are refused."""
     reap_interval_seconds: float = 1.0
     """How often replaced and removed versions are looked at and deleted, once no reader holds them."""
     reap_grace_seconds: float = 30.0
@@ -218,12 +224,9 @@ class Settings(ServerSettings):
                 raise WrongSetting(f"peers: host:port, separated by commas; got {peer!r}")
         if not 1 <= self.socket_connections_max <= 4096 or self.socket_reply_bytes_max < 1 << 20:
             raise WrongSetting("socket_connections_max is 1 to 4096, socket_reply_bytes_max at least 1 MiB")
-        knows_keys = self.api_key_file is not None or self.tenants_file is not None
         for address in self.socket_addresses:
-            if not address.startswith("unix:") and not is_loopback(split_address(address)[0]) and not knows_keys:
-                raise WrongSetting(
-                    f"socket_listen: {address} is beyond loopback and knows no TLS; give api_key_file or tenants_file, or listen on 127.0.0.1"
-                )
+            if not address.startswith("unix:"):
+                self.check_callers("socket_listen", address, by_certificate=False)  # it knows no TLS
         if not 1 <= self.door_threads <= 64 or not 1 <= self.door_requests_max <= 1 << 16:
             raise WrongSetting("door_threads is 1 to 64, door_requests_max 1 to 65536")
         self._check_ring_and_tier()
@@ -238,8 +241,9 @@ class Settings(ServerSettings):
     def _check_ring_and_tier(self) -> None:
         if self.ring_listen not in ("auto", "off") and not self.ring_listen.startswith("unix:/"):
             raise WrongSetting(f"ring_listen: auto, off or unix:/PATH, got {self.ring_listen!r}")
-        if not all(user.strip().isdecimal() for user in self.ring_users.split(",") if user.strip()):
-            raise WrongSetting(f"ring_users: numeric ids separated by commas, got {self.ring_users!r}")
+        users = [user.strip() for user in self.ring_users.split(",") if user.strip()]
+        if not all(user.isdecimal() and int(user) <= USER_ID_MAX for user in users):
+            raise WrongSetting(f"ring_users: numeric ids up to {USER_ID_MAX}, separated by commas, got {self.ring_users!r}")
         if not all(":" in address for address in self.upstream_list):
             raise WrongSetting(f"upstream: host:port, separated by commas; got {self.upstream!r}")
         if (
@@ -274,5 +278,4 @@ class Settings(ServerSettings):
         host, _ = split_address(self.mooncake_listen)
         if host in ("0.0.0.0", "[::]", "::"):
             raise WrongSetting(f"mooncake_listen: {host} is no address that clients can be told; name one of this machine")
-        if not is_loopback(host) and self.api_key_file is None and self.tenants_file is None:
-            raise WrongSetting(f"mooncake_listen: {self.mooncake_listen} is beyond loopback; give api_key_file or tenants_file")
+        self.check_callers("mooncake_listen", self.mooncake_listen, by_certificate=False)

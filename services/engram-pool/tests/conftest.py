@@ -61,6 +61,7 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 from treadle.kernels import quantise
 
+sys.path.append(str(Path(__file__).parent))  # flipping.py
 PATIENCE_SECONDS = 20.0  # for what takes milliseconds on a quiet machine
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -372,3 +375,64 @@ def test_damaged_chunks_are_asked_of_peers_and_of_the_other_owners() -> None:
     assert Settings().peer_list == ()
     with pytest.raises(WrongSetting, match="peers"):
         Settings(peers="nohost")
+
+
+def test_a_pool_that_asks_for_a_key_or_tls_is_reached_by_options_that_the_refusal_names(
+    start_pool: StartPool, shm_folder: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret\n")
+    with start_pool(shm_folder, "--api-key-file", str(keys)) as process:
+        refused = CliRunner().invoke(app, ["ls", "--pool", process.address])
+        assert "give --api-key-file FILE" in str(refused.exception)
+        assert CliRunner().invoke(app, ["ls", "--pool", process.address, "--api-key-file", str(keys)]).exit_code == 0
+
+
+@pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="there is no openssl to make certificates with: apt-get install openssl"
+)
+def test_commands_show_a_certificate_to_a_pool_that_asks_for_one(tmp_path: Path) -> None:
+    cert, key, both = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "both.pem"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+            "-subj", "/CN=pool", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert),
+        ],
+        check=True, capture_output=True, timeout=30,
+    )  # fmt: skip
+    both.write_bytes(cert.read_bytes() + key.read_bytes())
+    tls = ("--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-client-root-file", str(cert))
+    child = subprocess.Popen(
+        [
+            sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0",
+            "--segment-dir", str(tmp_path / "s"), *tls,
+        ],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        reach = ["--pool", json.loads(child.stdout.readline())["listen"], "--tls-root-file", str(cert)]
+        assert CliRunner().invoke(app, ["ls", *reach]).exit_code != 0
+        assert CliRunner().invoke(app, ["ls", *reach, "--tls-client-file", str(both)]).exit_code == 0
+    finally:
+        child.terminate()
+        child.communicate(timeout=30)
+
+
+def test_a_malformed_map_and_a_folder_without_tables_are_told_as_what_they_are(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="--map takes ROLE=TENSOR"):
+        run("load", "--checkpoint", tmp_path, "--map", "nonsense")
+    with pytest.raises(TreadleError) as empty:
+        run("load", "--checkpoint", tmp_path)
+    assert "token map" not in str(empty.value)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(TreadleError) as unknown:
+        run("load", "--checkpoint", tmp_path)
+    assert "token map" not in str(unknown.value)
+
+
+@pytest.mark.parametrize("users", ["99999999999999999999", "4294967295", "1,-1"])
+def test_user_ids_that_cannot_be_are_refused_by_the_settings(users: str) -> None:
+    with pytest.raises(WrongSetting, match="ring_users: numeric ids up to 4294967294"):
+        Settings(ring_users=users)
+    assert Settings(ring_users="0,4294967294").ring_user_ids == (0, 4294967294)

@@ -25,16 +25,11 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.conftest import Serve, StartPool
+    from tests.flipping import flip_byte
+else:
+    from flipping import flip_byte
 
 ROWS_AT = 64 << 10  # of the small tables here
-
-
-def flip_byte(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def put_behind_a_link(path: Path) -> None:

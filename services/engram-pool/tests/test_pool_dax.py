@@ -165,6 +165,23 @@ def test_another_host_reads_a_shared_device_and_takes_it_over_only_when_told(
     assert {region.owner for region in directory_of(device).regions} == {host_id("two")}
 
 
+def test_a_restart_that_forgets_the_sharing_gives_no_row_of_a_reader_away(
+    start_pool: StartPool, tmp_path: Path, device: Path, ple: EngramModel
+) -> None:
+    with start_pool(tmp_path / "one", *flags(device), "--dax-shared", "true") as one:
+        one.fabric.engram.load_random(ple, seed=1)
+        good = rows(one, "ple")
+        assert one.stop() == 0
+    with start_pool(tmp_path / "two", *flags(device, "two"), "--scrub-bytes-per-second", "0") as two:
+        mapped = two.fabric.engram.open("ple", transport="mapped")
+        with mapped, start_pool(tmp_path / "one", *flags(device)) as one:
+            one.fabric.engram.remove("ple")
+            one.fabric.engram.load_random(ple, seed=2)
+            assert rows(one, "ple") != good
+            assert mapped.gather(0, IDS).tobytes() == good
+            assert rows(two, "ple", "rpc") == good
+
+
 def test_a_second_pool_on_a_device_and_wrong_settings_end_the_start(
     start_pool: StartPool, tmp_path: Path, device: Path, ple: EngramModel
 ) -> None:

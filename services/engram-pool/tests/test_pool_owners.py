@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,16 +34,10 @@ if TYPE_CHECKING:
     from tests.conftest import Process, Serve, StartPool
 
 Until = Callable[[Callable[[], bool], str], None]
+FreePort = Callable[[], int]
 IDS = np.array([[1, 2]], dtype=np.int64)
 REDIS = shutil.which("redis-server")
 needs_redis = pytest.mark.skipif(REDIS is None, reason="no redis-server here: apt-get install redis-server")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def states(process: Process) -> dict[str, tuple[bool, bool]]:
@@ -134,8 +128,9 @@ async def test_a_pool_that_stands_alone_tells_of_itself(serve: Serve, ple: Engra
 
 
 @contextmanager
-def owners_of_a_list(start_pool: StartPool, folder: Path, count: int = 3) -> Iterator[tuple[list[Process], Callable[[int], Any]]]:
-    ports = [free_port() for _ in range(count)]
+def owners_of_a_list(
+    start_pool: StartPool, folder: Path, ports: Sequence[int]
+) -> Iterator[tuple[list[Process], Callable[[int], Any]]]:
     listed = ",".join(f"o{n}=127.0.0.1:{port}" for n, port in enumerate(ports))
 
     def start(number: int) -> Any:
@@ -143,13 +138,13 @@ def owners_of_a_list(start_pool: StartPool, folder: Path, count: int = 3) -> Ite
         return start_pool(folder / f"o{number}", *flags)
 
     with ExitStack() as stack:
-        yield [stack.enter_context(start(number)) for number in range(count)], start
+        yield [stack.enter_context(start(number)) for number in range(len(ports))], start
 
 
 def test_owners_of_a_list_find_each_other_lose_each_other_and_meet_again(
-    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until
+    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until, free_port: FreePort
 ) -> None:
-    with owners_of_a_list(start_pool, shm_folder) as (pools, start):
+    with owners_of_a_list(start_pool, shm_folder, [free_port() for _ in range(3)]) as (pools, start):
         for pool in pools:
             until(partial(sees, pool, "o0", "o1", "o2"), "all see all")
         pools[1].fabric.engram.load_random(ple)
@@ -169,9 +164,9 @@ def test_owners_of_a_list_find_each_other_lose_each_other_and_meet_again(
 
 
 def test_a_pool_that_leaves_answers_until_nobody_holds_a_version_there(
-    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until
+    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until, free_port: FreePort
 ) -> None:
-    with owners_of_a_list(start_pool, shm_folder, 2) as (pools, _):
+    with owners_of_a_list(start_pool, shm_folder, [free_port(), free_port()]) as (pools, _):
         until(lambda: states(pools[0]).get("o1") == (True, False), "they see each other")
         pools[0].fabric.engram.load_random(ple)
         with pools[0].fabric.engram.open("ple", transport="rpc") as handle:
@@ -183,9 +178,9 @@ def test_a_pool_that_leaves_answers_until_nobody_holds_a_version_there(
 
 
 def test_the_command_lists_owners_with_their_health(
-    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until
+    start_pool: StartPool, shm_folder: Path, ple: EngramModel, until: Until, free_port: FreePort
 ) -> None:
-    with owners_of_a_list(start_pool, shm_folder, 2) as (pools, _):
+    with owners_of_a_list(start_pool, shm_folder, [free_port(), free_port()]) as (pools, _):
         version = pools[1].fabric.engram.load_random(ple).version
         until(lambda: holders(pools[0]) == {"o1"}, "o0 learns what o1 holds")
         run = CliRunner().invoke(app, ["owners", "--pool", pools[0].address])
@@ -200,7 +195,9 @@ def test_the_command_lists_owners_with_their_health(
         assert told["o1"]["holdings"][0]["layers"]["0"] == [[0, ple.rows_hashed(0)]]
 
 
-def test_an_owner_under_a_wrong_name_is_left_out(start_pool: StartPool, shm_folder: Path, until: Until) -> None:
+def test_an_owner_under_a_wrong_name_is_left_out(
+    start_pool: StartPool, shm_folder: Path, until: Until, free_port: FreePort
+) -> None:
     with start_pool(shm_folder / "x", "--owner", "x") as other:
         flags = ("--owner", "a", "--owners", f"a=127.0.0.1:{free_port()},b={other.address}")
         with start_pool(shm_folder / "a", *flags) as pool:
@@ -239,8 +236,8 @@ def test_a_wrong_setting_stops_the_start(flags: list[str], said: str, tmp_path: 
 class Redis:
     """A real one on a free port; nothing of it stays."""
 
-    def __init__(self, folder: Path) -> None:
-        self.port, self._folder = free_port(), folder
+    def __init__(self, folder: Path, port: int) -> None:
+        self.port, self._folder = port, folder
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -263,8 +260,8 @@ class Redis:
 
 
 @pytest.fixture
-def redis_server(tmp_path: Path, until: Until) -> Iterator[Redis]:
-    server = Redis(tmp_path)
+def redis_server(tmp_path: Path, until: Until, free_port: FreePort) -> Iterator[Redis]:
+    server = Redis(tmp_path, free_port())
     server.start(until)
     yield server
     server.stop()

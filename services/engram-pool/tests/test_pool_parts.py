@@ -25,6 +25,9 @@ from treadle.kernels.segment import Segment
 
 if TYPE_CHECKING:
     from tests.conftest import Grow, Serve, Served
+    from tests.flipping import flip_byte
+else:
+    from flipping import flip_byte
 
 OWNERS = ("a", "b", "c", "d", "e", "f")
 
@@ -81,14 +84,6 @@ async def held_of(served: Served, model: str) -> list[tuple[int, int]]:
 async def gathered(served: Served, model: str, ids: NDArray[np.int64], layer: int = 0) -> bytes:
     request = pb.GatherRequest(ref=pb.ModelRef(model=model), layer=layer, rows=ids.astype("<i8").tobytes())
     return b"".join([answer.data async for answer in served.stub.Gather(request)])
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def segments_of(served: Served) -> Iterator[Path]:
@@ -212,7 +207,7 @@ async def test_a_damaged_peer_is_passed_over_and_alone_it_is_refused(pools: Any,
         for served in (bad, good):
             await served.load(wide, None, seed=7)
         (path,) = segments_of(bad)
-        flip(path, 2 * (2 << 20) + 3 * CHUNK_BYTES)
+        flip_byte(path, 2 * (2 << 20) + 3 * CHUNK_BYTES)
         code, text, _ = await new.failure(new.stub.LoadTable(from_peers([bad], "wide")))
         assert code is grpc.StatusCode.DATA_LOSS
         assert "does not fit the version's digest" in text

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.request import urlopen
 
 import numpy as np
@@ -36,47 +35,43 @@ from treadle.contract import (
 )
 from treadle.dataplane import IMPLEMENTATION
 
+if TYPE_CHECKING:
+    from tests.conftest import Process, StartPool
+
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: a C++20 compiler makes it")
 
-READY_SECONDS_MAX = 60.0
 TokenMap = NDArray[np.int32]
+SERVED_SECONDS_MAX = 60.0
 Start = Callable[..., AbstractContextManager["Running"]]
 
 
+@dataclass(frozen=True)
 class Running:
     """A pool in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], ready: dict[str, str]) -> None:
-        self.process, self.address, self.metrics = process, ready["listen"], ready["metrics"]
-        self.pool = EngramPool(Endpoint(self.address))
+    process: Process
+    pool: EngramPool
+
+    @property
+    def address(self) -> str:
+        return self.process.address
 
     def metric(self, name: str) -> float:
-        with urlopen(f"http://{self.metrics}/metrics", timeout=10) as answer:
+        with urlopen(f"http://{self.process.metrics}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 
 @pytest.fixture
-def start() -> Start:
-    """`with start(folder, "--setting", "value", ...) as running:`"""
+def start(start_pool: StartPool) -> Start:
+    """`with start(folder, "--setting", "value", ...) as running:`, stopped at the end, not killed."""
 
     @contextmanager
     def run(folder: Path, *arguments: str) -> Iterator[Running]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engram_pool", "--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0", "--segment-dir", str(folder),
-             *arguments], stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert process.stdout is not None
-        try:
-            assert select.select([process.stdout], [], [], READY_SECONDS_MAX)[0], "the pool is not ready"
-            running = Running(process, json.loads(process.stdout.readline()))
-            yield running
-            running.pool.close()
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.wait(READY_SECONDS_MAX)
-            process.stdout.close()
+        with start_pool(folder, *arguments) as process, EngramPool(Endpoint(process.address)) as pool:
+            yield Running(process, pool)
+            if process.child.poll() is None:
+                process.stop()
 
     return run
 
@@ -149,7 +144,6 @@ def test_a_handle_outlives_its_pool(start: Start, memory: Path, demo: EngramMode
         handle.gather(1, np.arange(8).reshape(4, 2), kept)
         before = kept.copy()
         running.process.kill()
-        running.process.wait()
         with pytest.raises(Unavailable):
             handle.gather(1, np.arange(8).reshape(4, 2), kept)
     with start(memory, *settings, "--listen", port) as again:
@@ -268,7 +262,7 @@ def test_a_host_without_tables_serves_those_of_others(
 
 def wait_served(handle: EngramHandle) -> None:
     """The agent hears of a version a moment after its pool has it."""
-    until = time.monotonic() + READY_SECONDS_MAX
+    until = time.monotonic() + SERVED_SECONDS_MAX
     while True:
         try:
             handle.gather(handle.layers[0], np.zeros((1, 1), np.int64))

@@ -23,6 +23,9 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 
 if TYPE_CHECKING:
     from tests.conftest import Serve, Served, V41Checkpoint
+    from tests.flipping import flip_byte
+else:
+    from flipping import flip_byte
 
 Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 FAST = 1 << 34
@@ -33,14 +36,6 @@ ROWS_AT = 2 << 20
 def wide() -> EngramModel:
     """One layer of about 40,000 rows of 960 bytes: ten chunks."""
     return qwen_ple_model("wide", prime_base=2_600, row=RowLayout(960, 480, "bf16"))
-
-
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def segment_path(served: Served) -> Path:
@@ -66,7 +61,7 @@ async def test_a_bad_chunk_is_found_and_made_again_from_its_seed(serve: Serve, w
         assert checked == 10
         row = (3 * CHUNK_BYTES + 777) // 960
         before = handle.gather(0, np.array([[row]])).copy()
-        flip(path, ROWS_AT + 3 * CHUNK_BYTES + 777)
+        flip_byte(path, ROWS_AT + 3 * CHUNK_BYTES + 777)
         assert not np.array_equal(handle.gather(0, np.array([[row]])), before)
         await served.scrubber.run_once()
         figures = served.scrubber.figures
@@ -90,10 +85,10 @@ async def test_damage_that_nobody_can_repair_takes_the_version_out_of_service(
         )
         loaded = [event async for event in served.stub.LoadTable(request)][-1].loaded
         path = served.pool.residents()[0].stored.segments[3].path
-        flip(path, (64 << 10) + 1000)
+        flip_byte(path, (64 << 10) + 1000)
         await served.scrubber.run_once()
         assert served.scrubber.figures.repaired == 1  # from the checkpoint
-        flip(path, (64 << 10) + 1000)
+        flip_byte(path, (64 << 10) + 1000)
         for file in v41_checkpoint.folder.glob("*.safetensors"):
             content = bytearray(file.read_bytes())
             content[-300:] = bytes(300)  # another checkpoint in the same place now
@@ -114,7 +109,7 @@ async def test_a_peer_has_the_bytes(serve: Serve, wide: EngramModel, tmp_path: P
             (served.pool.residents()[0].stored.lock_path.parent / "origin.json").unlink()
             good = segment_path(served).read_bytes()
             for at in (5 * CHUNK_BYTES, 5 * CHUNK_BYTES + 100_000, 9 * CHUNK_BYTES):
-                flip(segment_path(served), ROWS_AT + at)
+                flip_byte(segment_path(served), ROWS_AT + at)
             await served.scrubber.run_once()
             assert (served.scrubber.figures.bad, served.scrubber.figures.repaired) == (2, 2)
             assert segment_path(served).read_bytes() == good
@@ -125,8 +120,8 @@ async def test_two_pools_repair_each_other(serve: Serve, wide: EngramModel, tmp_
     async with serve(folder=tmp_path / "one", repairs=True) as one, serve(folder=tmp_path / "two") as two:
         for served in (one, two):
             await served.load(wide, None, seed=4)
-        flip(segment_path(one), ROWS_AT + CHUNK_BYTES)
-        flip(segment_path(two), ROWS_AT + 2 * CHUNK_BYTES)
+        flip_byte(segment_path(one), ROWS_AT + CHUNK_BYTES)
+        flip_byte(segment_path(two), ROWS_AT + 2 * CHUNK_BYTES)
         two.pool.residents()[0].corrupt = True
         stored = one.pool.residents()[0].stored
         data = await asyncio.to_thread(lambda: two.fabric.engram.read_table("wide", 0, CHUNK_BYTES, CHUNK_BYTES, stored.version))
@@ -145,7 +140,7 @@ async def test_while_a_chunk_is_being_repaired_new_calls_meet_data_loss(
             assert go_on.wait(20)
 
         served.pool.repair_with(mend)
-        flip(segment_path(served), ROWS_AT)
+        flip_byte(segment_path(served), ROWS_AT)
         scrubbing = asyncio.create_task(served.scrubber.run_once())
         await eventually(begun.is_set, "the repair has begun")
         assert await opens(served, "wide") is grpc.StatusCode.DATA_LOSS
@@ -160,7 +155,7 @@ async def test_while_a_chunk_is_being_repaired_new_calls_meet_data_loss(
 async def test_a_verification_repairs_what_it_finds_and_says_so(serve: Serve, wide: EngramModel) -> None:
     async with serve(repairs=True) as served:
         await served.load(wide, None, seed=4)
-        flip(segment_path(served), ROWS_AT + 2 * CHUNK_BYTES)
+        flip_byte(segment_path(served), ROWS_AT + 2 * CHUNK_BYTES)
         request = pb.VerifyModelRequest(ref=pb.ModelRef(model="wide"))
         code, text, _ = await served.failure(served.stub.VerifyModel(request))
         assert code is grpc.StatusCode.DATA_LOSS

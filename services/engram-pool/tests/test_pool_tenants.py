@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -20,11 +20,15 @@ from typer.testing import CliRunner
 from engram_pool.adapters.native_doors import NativeDoors
 from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.commands import app
+from engram_pool.settings import Settings
 from engram_pool.terminal import bytes_of
 from treadle.chassis.settings import WrongSetting
 from treadle.client import Fabric
 from treadle.contract import AccessDenied, EngramModel, InvalidArgument, ResourceExhausted, Unavailable
 from treadle.dataplane import IMPLEMENTATION, TenantLimits, Tenants
+
+if TYPE_CHECKING:
+    from tests.conftest import StartPool
 
 ZEROS, ONES = "0" * 64, "1" * 64
 Serve = Callable[..., AbstractAsyncContextManager[Any]]
@@ -66,6 +70,46 @@ async def test_rows_are_taken_off_the_quota_of_whose_token_comes(
         assert served.metric("slack_seconds_bucket", tenant="free", le="+Inf") == 1
 
 
+def test_tenants_change_nothing_for_others_unless_they_are_admins(
+    start_pool: StartPool, shm_folder: Path, ple: EngramModel, tmp_path: Path
+) -> None:
+    tenants, keys = tmp_path / "tenants.yaml", tmp_path / "keys"
+    keys.write_text("of the pool\n")
+    user, admin = (hashlib.sha256(token).hexdigest() for token in (b"of user", b"of admin"))
+    tenants.write_text(
+        f"tenants:\n  - {{name: user, token_sha256: '{user}'}}\n  - {{name: boss, token_sha256: '{admin}', admin: true}}\n"
+    )
+    with start_pool(shm_folder, "--tenants-file", str(tenants), "--api-key-file", str(keys)) as process:
+        version = ""
+        asks: dict[str, Callable[[Fabric], object]] = {
+            "load": lambda sdk: sdk.engram.load_random(ple, None, seed=2),
+            "promote": lambda sdk: sdk.engram.promote(ple.name, version),
+            "verify": lambda sdk: sdk.engram.verify(ple.name),
+            "reserve": lambda sdk: sdk.engram.reserve_bandwidth("kv", 0, 1.0),
+            "remove": lambda sdk: sdk.engram.remove(ple.name),
+        }
+        for key in ("of the pool", "of admin"):
+            with Fabric(engram=process.address, key=key) as fabric, Fabric(engram=process.address, key="of user") as other:
+                version = fabric.engram.load_random(ple, None).version
+                for ask in asks.values():
+                    with pytest.raises(AccessDenied, match=r"tenant user may not.*api_key_file.*admin: true"):
+                        ask(other)
+                assert [model.version for model in other.engram.list_models()] == [version]
+                with other.engram.open(ple.name, transport="rpc") as handle:
+                    assert handle.gather(ple.layers[0], np.zeros((2, 1), dtype=np.int64)).shape[0] == 2
+                for name in ("promote", "verify", "remove"):
+                    asks[name](fabric)
+                assert fabric.engram.list_models() == []
+
+
+def test_tenants_alone_are_keys_enough_beyond_loopback(tmp_path: Path) -> None:
+    assert Settings(listen="0.0.0.0:0", tenants_file=tmp_path / "tenants").tenants_file
+    with pytest.raises(WrongSetting, match="give api_key_file or tenants_file or tls_client_root_file"):
+        Settings(listen="0.0.0.0:0")
+    with pytest.raises(WrongSetting, match=r"socket_listen.*give api_key_file or tenants_file, or"):
+        Settings(socket_listen="0.0.0.0:0")
+
+
 def test_the_file_of_the_tenants_gives_names_tokens_and_limits(tmp_path: Path) -> None:
     secret, path = tmp_path / "decode.token", tmp_path / "tenants.yaml"
     secret.write_text("of decode\n")
@@ -86,6 +130,7 @@ def test_the_file_of_the_tenants_gives_names_tokens_and_limits(tmp_path: Path) -
     ("text", "says"),
     [
         ("tenants: [{name: a, token_file: /nowhere}]", "cannot read"),
+        (f"tenants: [{{name: a, token_sha256: '{ONES}', admin: 'false'}}]", "admin: true or false"),
         ("tenants: [{name: a}]", "token_file or token_sha256"),
         ("tenants: [{name: a, token_sha256: abc}]", "64 hexadecimal"),
         (f"tenants: [{{name: a, share: 0, token_sha256: '{ZEROS}'}}]", "share"),

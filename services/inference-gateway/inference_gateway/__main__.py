@@ -8,6 +8,7 @@ import logging
 import math
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT, then drain. Raises WrongSetting for an address or file that cannot be used."""
     keys, listener = ApiKeys(_keys(settings.api_key_file)), _listen(settings.listen)
-    worker = RpcWorker(Endpoint(settings.worker, _worker_key(settings.worker_key_file), settings.worker_tls_root_file))
+    worker = RpcWorker(
+        Endpoint(
+            settings.worker, _worker_key(settings.worker_key_file), settings.worker_tls_root_file,
+            tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file,
+        )
+    )  # fmt: skip
     with ThreadPoolExecutor(settings.encoder_threads, thread_name_prefix="encoder") as threads:
         parts = _parts(settings, worker, threads, keys)
         server = _Server(settings, parts, listener)
@@ -172,6 +178,8 @@ def _uvicorn_config(settings: Settings, parts: Parts) -> uvicorn.Config:
         timeout_graceful_shutdown=CLOSE_SECONDS,
         ssl_certfile=settings.tls_cert_file,
         ssl_keyfile=settings.tls_key_file,
+        ssl_ca_certs=None if settings.tls_client_root_file is None else str(settings.tls_client_root_file),
+        ssl_cert_reqs=ssl.CERT_NONE if settings.tls_client_root_file is None else ssl.CERT_REQUIRED,
     )
 
 

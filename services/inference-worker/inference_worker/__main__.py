@@ -119,7 +119,10 @@ def _memories(settings: Settings, config: ModelConfig, folder: Path, metrics: Wo
     if not settings.watches_pool:
         yield NoCatalogue()
         return
-    endpoint = Endpoint(settings.engram_pool, read_key(settings.engram_key_file), settings.engram_tls_root_file)
+    endpoint = Endpoint(
+        settings.engram_pool, read_key(settings.engram_key_file), settings.engram_tls_root_file,
+        tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file,
+    )  # fmt: skip
     weights = settings.engram_fusion_weights
     opener = Opener(
         config, folder / "tokenizer.json", settings.engram_fusion,

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
-from treadle.cli.doctor import devices, memory, processor, software
+from treadle.cli.doctor import devices, memory, processor, running, software
 from treadle.cli.doctor.command import CHECKS, doctor
 from treadle.cli.doctor.finding import Finding, Host, Level
+from treadle.cli.process_mark import ProcessMark
+from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
+from treadle.contract import PROTO_VERSION
+from treadle.engram.v1 import engram_pool_pb2 as pb
+from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
 CPU = (
     "processor\t: 0\nmodel name\t: Loom 9000\nflags\t\t: fpu sse4_2 avx2 avx512f clwb\n\nprocessor\t: 1\nmodel name\t: Loom 9000\n"
@@ -179,3 +189,35 @@ def test_findings_are_json_for_programs_and_fit_the_screen_for_people(tmp_path: 
     assert set(json.loads(capsys.readouterr().out)["findings"][0]) == {"name", "found", "means", "advice", "level"}
     doctor(as_json=False, root=Path("/"))
     assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
+
+
+def test_mooncake_is_found_or_the_finding_says_how_to_get_it() -> None:
+    finding = software.mooncake(Host())
+    if finding.level is Level.OK:
+        assert importlib.util.find_spec("mooncake") is not None
+    else:
+        assert "pip install treadle[mooncake]" in finding.advice
+
+
+class PoolWithDoors(pb_grpc.EngramPoolServiceServicer):
+    def Status(self, request: Any, context: Any) -> pb.StatusResponse:  # noqa: N802 - gRPC's name
+        doors = [pb.Door(transport="ring", address="unix:/run/ring"), pb.Door(transport="socket", address="127.0.0.1:7422")]
+        return pb.StatusResponse(proto_version=PROTO_VERSION, doors=doors)
+
+
+def test_the_doors_of_a_running_pool_are_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TREADLE_HOME", str(tmp_path))
+    assert running.doors(Host()).found == "no pool of `treadle up` runs"
+    server = grpc.server(ThreadPoolExecutor(1))
+    pb_grpc.add_EngramPoolServiceServicer_to_server(PoolWithDoors(), server)  # type: ignore[abstract]
+    listen = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    pool = ServiceRecord("engram-pool", "ready", listen)
+    state = FabricState(ProcessMark.of(os.getpid()), "ready", "http://127.0.0.1:1", str(tmp_path), services=(pool,))
+    folder = RunFolder(tmp_path)
+    with folder.lock():
+        folder.write(state)
+        server.start()
+        assert running.doors(Host()).found == "ring unix:/run/ring, socket 127.0.0.1:7422"
+        server.stop(None).wait(10)
+        finding = running.doors(Host())
+        assert (finding.level, finding.found.startswith(listen)) == (Level.WARN, True)

@@ -33,18 +33,23 @@ class Endpoint:
     key:             shown as `authorization: Bearer <key>`; None: none
     tls_root_file:   PEM roots that vouch for the service; None: plain text
     timeout_seconds: time limit of a call that names none
+    tls_cert_file, tls_key_file: PEM certificate chain and key that are shown to a service that asks for one; with tls_root_file
     """
 
     address: str
     key: str | None = None
     tls_root_file: Path | None = None
     timeout_seconds: float = 5.0
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
 
     def __post_init__(self) -> None:
         if ":" not in self.address:
             raise InvalidArgument(f"an address is host:port or unix:path, got {self.address!r}")
         if self.timeout_seconds <= 0:
             raise InvalidArgument(f"timeout_seconds is above 0, got {self.timeout_seconds}")
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise InvalidArgument("tls_cert_file and tls_key_file go together")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -109,7 +114,10 @@ class Endpoint:
 
     def _credentials(self) -> grpc.ChannelCredentials:
         assert self.tls_root_file is not None
-        return grpc.ssl_channel_credentials(self.tls_root_file.read_bytes())
+        roots, key, chain = (
+            None if path is None else path.read_bytes() for path in (self.tls_root_file, self.tls_key_file, self.tls_cert_file)
+        )
+        return grpc.ssl_channel_credentials(roots, key, chain)
 
 
 def check_protocol(service: str, theirs: str) -> None:

@@ -15,15 +15,16 @@ WORKER_ADDRESS = "127.0.0.1:7404"
 class Fabric:
     """Services of a fabric, called from plain code; nothing connects before the first call.
 
-    key, tls_root_file, timeout_seconds: see Endpoint; the same for all services
+    key, timeout_seconds, tls_*: see Endpoint; the same for all services
     """
 
     def __init__(
         self, engram: str = ENGRAM_ADDRESS, worker: str = WORKER_ADDRESS, *, key: str | None = None,
-        tls_root_file: Path | None = None, timeout_seconds: float = 5.0,
+        tls_root_file: Path | None = None, timeout_seconds: float = 5.0, tls_cert_file: Path | None = None,
+        tls_key_file: Path | None = None,
     ) -> None:  # fmt: skip
-        self.engram = EngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds))
-        self.worker = Worker(Endpoint(worker, key, tls_root_file, timeout_seconds))
+        self.engram = EngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds, tls_cert_file, tls_key_file))
+        self.worker = Worker(Endpoint(worker, key, tls_root_file, timeout_seconds, tls_cert_file, tls_key_file))
 
     def close(self) -> None:
         """Close the channels. Handles go on working."""
@@ -42,10 +43,11 @@ class AsyncFabric:
 
     def __init__(
         self, engram: str = ENGRAM_ADDRESS, worker: str = WORKER_ADDRESS, *, key: str | None = None,
-        tls_root_file: Path | None = None, timeout_seconds: float = 5.0,
+        tls_root_file: Path | None = None, timeout_seconds: float = 5.0, tls_cert_file: Path | None = None,
+        tls_key_file: Path | None = None,
     ) -> None:  # fmt: skip
-        self.engram = AsyncEngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds))
-        self.worker = AsyncWorker(Endpoint(worker, key, tls_root_file, timeout_seconds))
+        self.engram = AsyncEngramPool(Endpoint(engram, key, tls_root_file, timeout_seconds, tls_cert_file, tls_key_file))
+        self.worker = AsyncWorker(Endpoint(worker, key, tls_root_file, timeout_seconds, tls_cert_file, tls_key_file))
 
     async def close(self) -> None:
         """Close the channels. Handles go on working."""

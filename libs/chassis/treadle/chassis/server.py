@@ -151,7 +151,9 @@ def _bind(server: grpc.aio.Server, settings: ServerSettings) -> str:
     try:
         if settings.tls_cert_file is not None and settings.tls_key_file is not None:
             pair = (settings.tls_key_file.read_bytes(), settings.tls_cert_file.read_bytes())
-            port = server.add_secure_port(settings.listen, grpc.ssl_server_credentials([pair]))
+            roots = None if settings.tls_client_root_file is None else settings.tls_client_root_file.read_bytes()
+            credentials = grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
+            port = server.add_secure_port(settings.listen, credentials)
         else:
             port = server.add_insecure_port(settings.listen)
     except (RuntimeError, OSError) as error:

@@ -18,7 +18,7 @@ from enum import Enum
 from ipaddress import ip_address
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -36,6 +36,8 @@ class WrongSetting(TreadleError):
 class ServerSettings:
     """What every service has. Services inherit, override the ports and add their own."""
 
+    KEY_FILES: ClassVar[tuple[str, ...]] = ("api_key_file",)  # settings that make every caller show a key
+
     listen: str = "127.0.0.1:0"
     """Address to listen on, host:port; port 0 takes a free one."""
     metrics_listen: str = "127.0.0.1:0"
@@ -43,11 +45,13 @@ class ServerSettings:
     metrics_public: bool = False
     """Allow /metrics, which knows no keys, beyond loopback."""
     api_key_file: Path | None = None
-    """File with the keys that callers may show, one a line. Needed beyond loopback unless TLS is on."""
+    """File with the keys that callers may show, one a line. Needed beyond loopback unless clients show certificates."""
     tls_cert_file: Path | None = None
     """PEM certificate chain of this service; with tls_key_file."""
     tls_key_file: Path | None = None
     """PEM private key of this service; with tls_cert_file."""
+    tls_client_root_file: Path | None = None
+    """PEM roots that vouch for callers: each shows a certificate of theirs, probes too. With tls_cert_file."""
     drain_seconds: float = 10.0
     """Longest time for calls in progress to end after SIGTERM."""
     log_level: str = "info"
@@ -60,20 +64,31 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise WrongSetting("tls_cert_file and tls_key_file go together")
+        if self.tls_client_root_file is not None and self.tls_cert_file is None:
+            raise WrongSetting("tls_client_root_file needs tls_cert_file and tls_key_file: certificates are asked for in TLS")
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise WrongSetting(f"log_level: debug, info, warning or error, got {self.log_level!r}")
         if self.log_format not in ("text", "json"):
             raise WrongSetting(f"log_format: text or json, got {self.log_format!r}")
         if self.drain_seconds < 0 or self.calls_max < 1:
             raise WrongSetting("drain_seconds is >= 0 and calls_max >= 1")
-        host, _ = split_address(self.listen)
+        self.check_callers("listen", self.listen, by_certificate=self.tls_client_root_file is not None)
         metrics_host, _ = split_address(self.metrics_listen)
-        if not is_loopback(host) and self.api_key_file is None and self.tls_cert_file is None:
-            raise WrongSetting(f"listen: {self.listen} is beyond loopback; give api_key_file or TLS files, or listen on 127.0.0.1")
         if not is_loopback(metrics_host) and not self.metrics_public:
             raise WrongSetting(
                 f"metrics_listen: {self.metrics_listen} is beyond loopback and knows no keys; set metrics_public to allow it"
             )
+
+    def check_callers(self, setting: str, address: str, *, by_certificate: bool) -> None:
+        """Raise WrongSetting for an address beyond loopback, host:port, where anybody may call.
+
+        by_certificate: who listens there knows callers by certificates; TLS without these hides what is said, from nobody who calls
+        """
+        host, _ = split_address(address)
+        if is_loopback(host) or by_certificate or any(getattr(self, name) is not None for name in self.KEY_FILES):
+            return
+        ways = [*self.KEY_FILES, *(["tls_client_root_file"] if setting == "listen" else [])]
+        raise WrongSetting(f"{setting}: {address} is beyond loopback; give {' or '.join(ways)}, or listen on 127.0.0.1")
 
 
 def split_address(address: str) -> tuple[str, int]:

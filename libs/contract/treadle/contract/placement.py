@@ -80,12 +80,10 @@ def seed_of(model: EngramModel) -> str:
 
 
 def owners_of(stretch: Stretch, seed: str, owners: Sequence[str], replicas: int) -> tuple[str, ...]:
-    """The owners of a stretch, the preferred first: `replicas` distinct names of `owners`, whatever their order.
+    """The owners of a stretch, the preferred first: `replicas` of `owners`, whatever their order.
 
-    seed: `seed_of` the model
-    Raises InvalidArgument as Spread does.
+    seed: `seed_of` the model; owners, replicas: as a Spread has checked them
     """
-    _check_owners(owners, replicas)
     return preferred(stretch, seed, owners)[:replicas]
 
 
@@ -111,7 +109,7 @@ def held_by(owner: str, model: EngramModel, spread: Spread) -> dict[int, NDArray
         layer: joined([
             (stretch.first, stretch.last)
             for stretch in stretches(model, layer, spread.stretch_rows)
-            if owner in preferred(stretch, seed, spread.owners)[: spread.replicas]
+            if owner in owners_of(stretch, seed, spread.owners, spread.replicas)
         ])
         for layer in model.layers
     }  # fmt: skip

@@ -79,6 +79,10 @@ class RowStore:
     row_count: int
     row_bytes: int
 
+    def gather(self, rows: NDArray[np.int64], out: NDArray[np.uint8], /) -> int:
+        """The number of a fault; 0: `out` [n, row_bytes] holds the rows."""
+
+def dedup_rows(inner: RowStore, /) -> RowStore: ...
 def memory_rows(table: NDArray[np.uint8], held: NDArray[np.int64] | None) -> RowStore: ...
 
 class Withdrawn:

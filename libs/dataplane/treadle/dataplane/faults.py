@@ -51,10 +51,12 @@ class NativeFailure(TreadleError):
     """The data plane met a bug of its own; its log has what there is to know."""
 
 
-def error_of(fault: int, what: str) -> TreadleError:
-    """The error that `fault` (not NONE) stands for; `what` names the ticket, owner or request."""
+def error_of(fault: int, what: str, said: str = "") -> TreadleError:
+    """The error that `fault` (not NONE) stands for; `what` names the ticket, owner or request, `said` is the other side's text."""
     try:
         make, text = _ERRORS[Fault(fault)]
     except (KeyError, ValueError):
         return NativeFailure(f"{what}: fault {fault} of the native side")
-    return make(f"{what}: {text}")
+    if said and fault in (Fault.INVALID, Fault.REFUSED, Fault.FORBIDDEN):  # it names the limit or field, and the cure
+        return make(f"{what}: {said}")
+    return make(f"{what} ({said}): {text}" if said else f"{what}: {text}")

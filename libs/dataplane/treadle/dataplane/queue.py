@@ -169,10 +169,6 @@ class DeadlineQueue:
         reserved = int(self._engine.stats()["reserved_bytes_per_second"])
         return Reserved(reserved, max(0, max(self._measured, default=0) - reserved))
 
-    def row_seconds(self, row_bytes: int, rows: int, tier: rule.Tier = rule.Tier.MEMORY) -> float:
-        """What a row costs now, as admission believes, in a piece of `rows` rows."""
-        return self._engine.row_ns(tier, row_bytes, rows) / 1e9
-
     def stats(self) -> dict[str, Any]:
         """Counters: tickets_total, pieces_total, queued (tickets with pieces left), busy_seconds (summed over the workers),
         reserved_bytes_per_second, prediction_error_sum (parts of the time that a ticket took) and prediction_errors (a count for each of

@@ -35,6 +35,10 @@ from treadle.kernels.arguments import check_tokens, check_windows
 
 OWNERS_MAX = 64  # of one version at once
 REPLICAS_MAX = 16
+_COUNTERS = tuple(
+    f"{name}_total"
+    for name in ("requests", "hedges", "hedges_won", "hedges_unpaid", "failovers", "late", "bytes", "connects", "losses")
+)
 _RETRY_SECONDS = 0.01  # when a place among the requests in flight is likely to be free
 
 
@@ -131,7 +135,10 @@ class RemoteTicket:
         if native.fault in (Fault.REFUSED, Fault.LATE) and native.reason:
             verdict = Verdict(native.fault, native.predicted_finish_ns, native.retry_after_ns, Reason(native.reason))
             return refusal(verdict, "lookup at its owner", self.submitted_ns, self.deadline.at_ns)
-        return error_of(native.fault, "lookup")
+        said = native.said.decode(errors="replace")
+        if native.fault == Fault.REFUSED and said:
+            return ResourceExhausted(f"lookup: {said}", native.retry_after_ns / 1e9 or None)
+        return error_of(native.fault, "lookup", said)
 
 
 class RemoteRows:
@@ -213,13 +220,14 @@ class RemoteRows:
             raise _refusal(tickets)
         return RemoteTicket(tickets[0], deadline)
 
-    def store(self, layer: int, give_up_seconds: float) -> Any:
-        """A native store of one table's rows: each of its gathers asks the owners and waits, `give_up_seconds` at most.
+    def store(self, layer: int, give_up_seconds: float, *, patience_seconds: float = 0.0) -> Any:
+        """A native store of one table's rows: each of its gathers asks the owners and waits, `give_up_seconds` at most, and
+        `patience_seconds` past the deadline of the request that it is for. A request that was stopped is not waited for.
 
         For a process that serves rows which others hold. Usable until `close`.
         """
         self._layer(layer)
-        return self._native.store(layer, round(give_up_seconds * 1e9))
+        return self._native.store(layer, round(give_up_seconds * 1e9), _patience_ns(patience_seconds))
 
     def close(self) -> None:
         """End what is in flight as cancelled. Nobody writes to a buffer afterwards. A second call does nothing."""
@@ -265,8 +273,9 @@ class RemoteRows:
 
 def remote_stats() -> dict[str, int]:
     """Counters of this process: requests_total, hedges_total, hedges_won_total, hedges_unpaid_total, failovers_total, late_total
-    (layers that came past their deadline), bytes_total, connects_total, losses_total (connections)."""
-    counters: dict[str, int] = _hub().stats()
+    (layers that came past their deadline), bytes_total, connects_total, losses_total (connections). Starts no thread for it."""
+    hub = _hubs.get(os.getpid())
+    counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0) if hub is None else hub.stats()
     return counters
 
 

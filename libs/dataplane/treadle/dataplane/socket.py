@@ -45,10 +45,13 @@ class SocketServer:
 
     listen:          host:port (port 0 takes a free one) or unix:PATH; a host beyond loopback needs tokens
     queue:           its tenants say which tokens are known; none: nobody is asked for one
-    connections_max: at once, 1 to CONNECTIONS_MAX; more are turned away
+    connections_max: at once, 1 to CONNECTIONS_MAX; more are turned away. Beside them, 16 peers that have not yet sent a request
+                     with a known token: when these places are taken, who has been silent longest yields to a newcomer
     reply_bytes_max: of all replies in the works together; requests beyond it are refused
     idle_seconds:    a connection without a request for so long is closed
-    stall_seconds:   a peer that stops within a message for so long is cut
+    stall_seconds:   a peer that stops within a message for so long is cut; so is one that takes a reply, beyond
+                     this time, at less than 16 MiB a second
+    greet_seconds:   a connection without a first request for so long is closed
 
     Raises InvalidArgument for an address that may not be listened on, Unavailable for one that is taken, or without the
     native extension.
@@ -57,11 +60,12 @@ class SocketServer:
     def __init__(
         self, queue: DeadlineQueue, versions: Versions, listen: Sequence[str], *,
         connections_max: int = 64, reply_bytes_max: int = REPLY_BYTES_MAX, idle_seconds: float = 600.0, stall_seconds: float = 5.0,
+        greet_seconds: float = 2.0,
     ) -> None:  # fmt: skip
         if not 1 <= connections_max <= CONNECTIONS_MAX:
             raise InvalidArgument(f"connections_max: 1 to {CONNECTIONS_MAX}, got {connections_max}")
-        if reply_bytes_max < 1 or not 0 < stall_seconds <= 3600 or not 0 < idle_seconds <= 86400:
-            raise InvalidArgument("reply_bytes_max is >= 1, stall_seconds 0 to 3600, idle_seconds 0 to 86400")
+        if reply_bytes_max < 1 or not 0 < stall_seconds <= 3600 or not 0 < idle_seconds <= 86400 or not 0 < greet_seconds <= 3600:
+            raise InvalidArgument("reply_bytes_max is >= 1, stall_seconds and greet_seconds 0 to 3600, idle_seconds 0 to 86400")
         self._paths: list[Path] = []
         with contextlib.ExitStack() as made:
             sockets = [made.enter_context(self._listener(address, tokens=bool(queue.tenants.tokens))) for address in listen]
@@ -69,7 +73,7 @@ class SocketServer:
             arguments = (queue.native_engine(), versions.native, [each.fileno() for each in sockets])
             try:
                 self._native: Any = native_module().SocketServer(
-                    *arguments, connections_max, reply_bytes_max, idle_seconds, stall_seconds
+                    *arguments, connections_max, reply_bytes_max, idle_seconds, stall_seconds, greet_seconds
                 )
             except OSError as error:
                 raise ResourceExhausted(f"socket: the system grants no thread or descriptor: {error}") from error
@@ -197,7 +201,7 @@ def _answer(connection: socket.socket, address: str, wanted: int, until: float) 
             raise DataLoss(f"{address}: what answers there does not speak this protocol")
         if kind == _FAULT:
             text = _exactly(connection, min(length, _FAULT_TEXT_MAX), until).decode(errors="replace")
-            raise error_of(fault, f"{address} ({text})" if text else address)
+            raise error_of(fault, address, text)
         if offset != len(data) or offset + length > total or total > _TOKEN_MAP_BYTES_MAX:
             raise DataLoss(f"{address}: a reply of {total} bytes with a piece of {length} at {offset}")
         data += _exactly(connection, length, until)

@@ -36,6 +36,7 @@ class TenantLimits:
     share:    of the time of an overloaded queue, against the shares of the others who are active
     priority: of those over their share the lowest is refused first
     rows_per_second_max, bytes_per_second_max: quotas; 0: none
+    admin:    may change what all tenants use; for whoever asks `Tenants` about it, the data plane changes nothing
     """
 
     name: str
@@ -43,6 +44,7 @@ class TenantLimits:
     priority: int = 0
     rows_per_second_max: int = 0
     bytes_per_second_max: int = 0
+    admin: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or not 0 < self.share < math.inf or min(self.rows_per_second_max, self.bytes_per_second_max) < 0:
@@ -77,7 +79,7 @@ class Ledger(Protocol):
 class Tenants:
     """The tenants of a process. Any thread.
 
-    limits: index 1 and up; index 0 (NOBODY) is made here, without limits
+    limits: index 1 and up; index 0 (NOBODY) is made here, without limits and as admin: it is the process's own
     tokens: sha256 of a token -> index of its tenant; none: callers need not show any
     implementation: for comparisons; a queue takes tenants of its own implementation
     """
@@ -86,7 +88,7 @@ class Tenants:
         self, limits: Sequence[TenantLimits] = (), tokens: Mapping[bytes, int] | None = None, *,
         implementation: Implementation = IMPLEMENTATION,
     ) -> None:  # fmt: skip
-        self.limits = (TenantLimits("nobody"), *limits)
+        self.limits = (TenantLimits("nobody", admin=True), *limits)
         if len(self.limits) > TENANTS_MAX + 1 or len({tenant.name for tenant in self.limits}) != len(self.limits):
             raise InvalidArgument(f"tenants: at most {TENANTS_MAX} of different names, and none called nobody")
         self.tokens = dict(tokens or {})

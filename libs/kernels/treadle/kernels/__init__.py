@@ -1,6 +1,6 @@
 """Leaf kernels: n-gram hash, gather, fused lookup, reading rows as numbers, CRC32C; native where built, numpy elsewhere.
 
-Owns loops over arrays, segment files (`treadle.kernels.segment`), batches without repeats (`.dedup`) and where memory lies (`.numa`).
+Owns loops over arrays, segment files (`treadle.kernels.segment`), ids without repeats and where memory lies (`.numa`).
 `quantise`, which writes rows offline, is numpy alone. No threads, no sockets, no knowledge of services.
 `TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
 """

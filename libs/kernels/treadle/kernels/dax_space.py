@@ -26,8 +26,10 @@ class DaxSpace:
     """Regions on one device. `writable`: this host owns the directory, and this process holds the device's lock.
 
     host:      who we are, 16 bytes
-    shared:    other hosts read this device: what is removed stays where it is (RETIRED) until a take-over
-    take_over: make us the owner of the directory and of everything on it, and give back what was retired: nobody else uses the device
+    shared:    other hosts read this device: what is removed stays where it is (RETIRED) until a take-over. A device that was shared
+               once stays so, whatever a later start says: the others may read it still
+    take_over: make us the owner of the directory and of everything on it, and give back what was retired: nobody else uses the
+               device, which is shared from then on only if `shared` says so
     """
 
     def __init__(self, facts: DaxFacts, host: bytes, *, shared: bool = False, take_over: bool = False) -> None:
@@ -122,6 +124,7 @@ class DaxSpace:
         kept = [r for r in found.regions if r.state is RegionState.READY or (r.state is RegionState.RETIRED and not take_over)]
         if take_over:
             kept = [replace(region, owner=self._host) for region in kept]
+        shared = shared or (found.shared and not take_over)
         self.directory = found
         self._write(replace(found, owner=self._host, shared=shared, device_bytes=self.facts.size_bytes).with_regions(kept))
 

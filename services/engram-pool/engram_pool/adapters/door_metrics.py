@@ -30,6 +30,8 @@ class DoorMetrics(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """One family for each counter."""
+        if isinstance(self._doors, NativeDoors):
+            yield from _dedup(self._doors)
         door = self._doors.socket if isinstance(self._doors, NativeDoors) else None
         if door is None:
             return
@@ -37,3 +39,16 @@ class DoorMetrics(Collector):
         for name, key, text in _COUNTERS:
             yield CounterMetricFamily(f"treadle_engram_{name}", text, value=stats[key])
         yield GaugeMetricFamily("treadle_engram_socket_connections", "Connections at the native socket door", stats["connections"])
+
+
+def _dedup(doors: NativeDoors) -> Iterator[GaugeMetricFamily]:
+    once = GaugeMetricFamily(
+        "treadle_engram_dedup", "1: each row of a batch is fetched once, as measured at start", labels=["tier"]
+    )
+    text = "Measured cost of each id of a batch with repeats: as it is, and each row once"
+    cost = GaugeMetricFamily("treadle_engram_dedup_nanoseconds", text, labels=["tier", "way"])
+    for tier, decision in list(doors.stores.decisions.items()):
+        once.add_metric([tier], decision.pays)
+        cost.add_metric([tier, "plain"], decision.plain_nanoseconds)
+        cost.add_metric([tier, "once"], decision.dedup_nanoseconds)
+    yield from (once, cost)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from engram_pool.adapters.small_files import read_small
+from engram_pool.adapters.small_files import open_plain, read_small
 from engram_pool.adapters.version_locks import FILE_MODE
 from treadle.contract import DataLoss, EngramModel, ResourceExhausted
 from treadle.contract.engram_model import CARD_BYTES_MAX
@@ -29,7 +29,7 @@ class KeptWeights:
     def __init__(self, path: Path, digest: str) -> None:
         """Raises DataLoss if there is no such plain file, OSError if the system fails."""
         self._path, self._digest = path, digest
-        descriptor = self._open()
+        descriptor = open_plain(self._path)
         try:
             self.file_bytes = os.fstat(descriptor).st_size
         finally:
@@ -37,7 +37,7 @@ class KeptWeights:
 
     def read(self, first: int, count: int) -> bytes:
         """`count` bytes from `first` on. Raises DataLoss if the file is gone or has shrunk."""
-        descriptor = self._open()
+        descriptor = open_plain(self._path)
         try:
             data = os.pread(descriptor, count, first)
         except OSError as error:
@@ -55,14 +55,6 @@ class KeptWeights:
             digest.update(self.read(first, min(PIECE_BYTES, self.file_bytes - first)))
         if digest.hexdigest() != self._digest:
             raise DataLoss(f"{self._path} hashes to {digest.hexdigest()}, {self._digest} was written")
-
-    def _open(self) -> int:
-        try:
-            return os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
-                raise
-            raise DataLoss(f"{self._path} cannot be read: {error.strerror}") from error
 
 
 def write_kept(path: Path, pieces: Iterable[bytes]) -> str:

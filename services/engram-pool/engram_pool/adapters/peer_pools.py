@@ -26,15 +26,14 @@ class PeerPools:
     """One version at several pools, asked when something of it is needed; who answered last is asked first."""
 
     def __init__(
-        self, endpoints: Sequence[str], model: str, version: str, keys: Mapping[str, str], tls_root_file: Path | None
+        self, endpoints: Sequence[str], model: str, version: str, keys: Mapping[str, str], call: Callable[..., Fabric]
     ) -> None:
-        """keys: by endpoint, what is shown there."""
+        """keys: by endpoint, what is shown there. call: makes the Fabric of an endpoint."""
         self._endpoints = list(dict.fromkeys(endpoints))
         if not 1 <= len(self._endpoints) <= PEERS_MAX:
             raise InvalidArgument(f"peers: 1 to {PEERS_MAX} endpoints, got {len(self._endpoints)}")
         self._fabrics = {
-            endpoint: Fabric(engram=endpoint, key=keys.get(endpoint), tls_root_file=tls_root_file, timeout_seconds=CALL_SECONDS)
-            for endpoint in self._endpoints
+            endpoint: call(engram=endpoint, key=keys.get(endpoint), timeout_seconds=CALL_SECONDS) for endpoint in self._endpoints
         }
         self._name, self._version = model, version
         self._described: OpenedModel | None = None
@@ -102,10 +101,18 @@ class PeerPools:
 
 
 def open_peer_version(
-    endpoints: Sequence[str], model: str, version: str, *, keys: Mapping[str, str] | None = None, tls_root_file: Path | None = None
+    endpoints: Sequence[str],
+    model: str,
+    version: str,
+    *,
+    keys: Mapping[str, str] | None = None,
+    call: Callable[..., Fabric] = Fabric,
 ) -> PeerPools:
-    """See OpenPeers. keys: by endpoint, the key that is shown there; callers name endpoints of their own, which must not learn it."""
-    return PeerPools(endpoints, model, version, keys or {}, tls_root_file)
+    """See OpenPeers. keys: by endpoint, the key that is shown there; callers name endpoints of their own, which must not learn it.
+
+    call: makes the Fabric of an endpoint, with the files of its TLS.
+    """
+    return PeerPools(endpoints, model, version, keys or {}, call)
 
 
 def read_key(path: Path | None) -> str | None:

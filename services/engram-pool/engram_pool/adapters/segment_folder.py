@@ -50,7 +50,7 @@ class SegmentFolder:
     def __init__(self, folder: Path, places: SegmentPlaces | None = None) -> None:
         """places: where segments lie; None: in files below `folder`. Raises InvalidArgument if the folder is not safe to use, Unavailable if another pool holds it."""
         self.folder = folder.absolute()
-        _make_ours(self.folder)
+        make_ours(self.folder)
         lock = hold_for_life(self.folder / POOL_LOCK_NAME)
         if lock is None:
             raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
@@ -295,7 +295,7 @@ class SegmentFolder:
                 family.rmdir()
 
 
-def _make_ours(folder: Path) -> None:
+def make_ours(folder: Path) -> None:
     """Make the folder, or check that nobody else can have prepared it: /dev/shm is open to all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):

@@ -34,17 +34,21 @@ def write_small(path: Path, data: bytes) -> None:
 
 def read_small(path: Path, bytes_max: int) -> bytes:
     """Read a file, not through a link. Raises DataLoss if it is missing, a link or larger than `bytes_max`, OSError as it comes."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
-            raise
-        raise DataLoss(f"{path} cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
+    with os.fdopen(open_plain(path), "rb") as file:
         data = file.read(bytes_max + 1)
     if len(data) > bytes_max:
         raise DataLoss(f"{path} is larger than {bytes_max} bytes")
     return data
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor to read a file by, not through a link. Raises DataLoss if it is missing or a link, OSError as it comes."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
+            raise
+        raise DataLoss(f"{path} cannot be read: {error.strerror}") from error
 
 
 def sync_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ tenants:
     priority: 1                         # of those over their share the lowest is refused first; 0
     rows_per_second_max: 2000000        # 0: no quota
     bytes_per_second_max: 0
+    admin: false                        # true: may load, remove, promote, verify and reserve, as keys of the pool itself may
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from treadle.contract import InvalidArgument
 from treadle.dataplane import NOBODY, TenantLimits, Tenants
 
 FILE_BYTES_MAX = 1 << 20
-_FIELDS = {"name", "token_file", "token_sha256", "share", "priority", "rows_per_second_max", "bytes_per_second_max"}
+_FIELDS = {"name", "token_file", "token_sha256", "share", "priority", "rows_per_second_max", "bytes_per_second_max", "admin"}
 
 
 def read_tenants(path: Path | None, keys: Collection[str]) -> Tenants:
@@ -42,7 +43,7 @@ def read_tenants(path: Path | None, keys: Collection[str]) -> Tenants:
             limits.append(
                 TenantLimits(
                     str(entry.get("name", "")), float(entry.get("share", 1.0)), int(entry.get("priority", 0)),
-                    int(entry.get("rows_per_second_max", 0)), int(entry.get("bytes_per_second_max", 0)),
+                    int(entry.get("rows_per_second_max", 0)), int(entry.get("bytes_per_second_max", 0)), _admin(entry, place),
                 )
             )  # fmt: skip
         except (InvalidArgument, TypeError, ValueError) as error:
@@ -71,6 +72,13 @@ def _entries(path: Path) -> list[Mapping[str, Any]]:
     if unknown:
         raise WrongSetting(f"tenants_file: {path}: unknown fields {unknown}; known are {sorted(_FIELDS)}")
     return entries
+
+
+def _admin(entry: Mapping[str, Any], place: str) -> bool:
+    said = entry.get("admin", False)
+    if not isinstance(said, bool):  # "false" in quotes is true to Python
+        raise WrongSetting(f"{place}: admin: true or false, got {said!r}")
+    return said
 
 
 def _digests(entry: Mapping[str, Any], place: str) -> list[bytes]:

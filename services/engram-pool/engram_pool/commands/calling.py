@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +11,7 @@ import typer
 
 from engram_pool.commands.load_options import read_limited
 from engram_pool.terminal import VERSION_DIGITS
-from treadle.contract import InvalidArgument, NotFound
+from treadle.contract import AccessDenied, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from treadle.client import Fabric
@@ -18,10 +20,23 @@ Pool = Annotated[str, typer.Option("--pool", envvar="TREADLE_POOL", help="Addres
 KeyFile = Annotated[
     Path | None, typer.Option("--api-key-file", envvar="TREADLE_API_KEY_FILE", help="File whose first line is a key of the pool.")
 ]
+TlsRoots = Annotated[
+    Path | None,
+    typer.Option("--tls-root-file", envvar="TREADLE_TLS_ROOT_FILE", help="PEM roots that vouch for the pool; none: no TLS."),
+]
+TlsClient = Annotated[
+    Path | None,
+    typer.Option(
+        "--tls-client-file",
+        envvar="TREADLE_TLS_CLIENT_FILE",
+        help="PEM file with certificate and key, for a pool that asks for them; with --tls-root-file.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Name = Annotated[str, typer.Argument(help="Name of the model.")]
 Version = Annotated[str, typer.Argument(help="Version, or its first digits; none: the current one.")]
 DEFAULT_POOL = "127.0.0.1:7401"
+FILE_BYTES_MAX = 1 << 20  # of keys, roots and certificates
 
 
 def full_version(fabric: Fabric, name: str, digits: str) -> str:
@@ -36,13 +51,30 @@ def full_version(fabric: Fabric, name: str, digits: str) -> str:
     return found[0]
 
 
-def fabric_of(pool: str, api_key_file: Path | None) -> Fabric:
-    """The pool, with the first key of a file. Raises InvalidArgument for a file without one."""
+@contextmanager
+def fabric_of(pool: str, api_key_file: Path | None, tls_root_file: Path | None, tls_client_file: Path | None) -> Iterator[Fabric]:
+    """The pool, with the first key of a file. Raises InvalidArgument and NotFound for files that do not fit, AccessDenied with the option to give."""
     from treadle.client import Fabric  # gRPC takes 100 ms that `--help` need not pay
 
-    if api_key_file is None:
-        return Fabric(engram=pool)
-    keys = [line for line in read_limited(api_key_file, 1 << 16).decode().splitlines() if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise InvalidArgument(f"{api_key_file} holds no key")
-    return Fabric(engram=pool, key=keys[0].strip())
+    if tls_client_file is not None and tls_root_file is None:
+        raise InvalidArgument("--tls-client-file is shown in TLS: give --tls-root-file FILE too")
+    for file in (tls_root_file, tls_client_file):
+        if file is not None:
+            read_limited(file, FILE_BYTES_MAX)
+    key = None if api_key_file is None else _first_key(api_key_file)
+    fabric = Fabric(engram=pool, key=key, tls_root_file=tls_root_file, tls_cert_file=tls_client_file, tls_key_file=tls_client_file)
+    try:
+        with fabric:
+            yield fabric
+    except AccessDenied as error:
+        if key is not None:
+            raise
+        raise AccessDenied(f"{pool} asks for a key: give --api-key-file FILE") from error
+
+
+def _first_key(path: Path) -> str:
+    lines = (line.strip() for line in read_limited(path, FILE_BYTES_MAX).decode().splitlines())
+    for line in lines:
+        if line and not line.startswith("#"):
+            return line
+    raise InvalidArgument(f"{path} holds no key")

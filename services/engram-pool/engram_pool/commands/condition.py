@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from engram_pool.commands.calling import DEFAULT_POOL, Json, KeyFile, Pool, Version, fabric_of, full_version
+from engram_pool.commands.calling import DEFAULT_POOL, Json, KeyFile, Pool, TlsClient, TlsRoots, Version, fabric_of, full_version
 from engram_pool.terminal import bytes_of, owner_document, owner_line, print_json, print_line, print_table, size_text, tenant_line
 
 
@@ -16,10 +16,12 @@ def list_owners(
     version: Version = "",
     pool: Pool = DEFAULT_POOL,
     api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
     as_json: Json = False,
 ) -> None:
     """List the owners of the fabric with their health, as this pool knows them. The exit code is 1 where one cannot be reached."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         full = full_version(fabric, name, version) if name else ""
         listed = fabric.engram.owners(name, full)
     if as_json:
@@ -39,10 +41,12 @@ def reserve(
     seconds: Annotated[float, typer.Option(help="How long; renew before it ends.")] = 60.0,
     pool: Pool = DEFAULT_POOL,
     api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
     as_json: Json = False,
 ) -> None:
     """Keep bandwidth of the pool's memory free for other traffic, such as KV blocks; rows yield to it."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         now = fabric.engram.reserve_bandwidth(name, bytes_of(rate), seconds)
     if as_json:
         print_json({"reserved_bytes_per_second": now.reserved_bytes_per_second, "left_bytes_per_second": now.left_bytes_per_second})
@@ -53,9 +57,15 @@ def reserve(
     )
 
 
-def status(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False) -> None:
+def status(
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
+    as_json: Json = False,
+) -> None:
     """Show build, memory and page size of the pool."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         now = fabric.engram.status()
     figures = {
         "address": pool, "pid": now.pid, "build_version": now.build_version, "proto_version": now.proto_version,

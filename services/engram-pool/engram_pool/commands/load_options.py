@@ -47,26 +47,26 @@ def template(
 
 
 def tokenizer_beside(checkpoint: Path, manifest: Path | None) -> Path | None:
-    """The tokenizer.json of the checkpoint, if the model needs a token map. Raises InvalidArgument if it needs one and has none.
+    """The tokenizer.json of the checkpoint, if the model needs a token map. Raises InvalidArgument if a model known to need one has none.
 
-    None also for a checkpoint that only the pool's host sees: the pool says what is missing.
+    None also for a checkpoint that only the pool's host sees, or of no family that we know: the pool says what is wrong with it.
     """
     if manifest is not None:
         if EngramModel.from_json(read_limited(manifest, MANIFEST_BYTES_MAX)).token_map is None:
             return None
-    elif _needs_no_token_map(checkpoint):
+    elif (family := _family(checkpoint)) is Family.QWEN_PLE:
         return None
     found = (checkpoint if checkpoint.is_dir() else checkpoint.parent) / "tokenizer.json"
     if found.is_file():
         typer.echo(f"token map: made from {found}", err=True)
         return found
-    if manifest is not None or checkpoint.exists():
+    if manifest is not None or family is Family.DEEPSEEK_V41:
         raise InvalidArgument(f"the model needs a token map, and there is no {found}: give --tokenizer FILE or --token-map FILE")
     return None
 
 
-def _needs_no_token_map(checkpoint: Path) -> bool:
-    """Whether the config.json that stands here says so; False also where only the pool's host sees it, or it is no JSON."""
+def _family(checkpoint: Path) -> Family | None:
+    """As the config.json that stands here says; None also where only the pool's host sees it, or it is no JSON."""
     from engram_pool.domain.derivation import family_of
 
     try:
@@ -74,8 +74,8 @@ def _needs_no_token_map(checkpoint: Path) -> bool:
             read_limited((checkpoint if checkpoint.is_dir() else checkpoint.parent) / "config.json", CONFIG_BYTES_MAX)
         )
     except (NotFound, ValueError):
-        return False
-    return isinstance(config, dict) and family_of(config) is Family.QWEN_PLE
+        return None
+    return family_of(config) if isinstance(config, dict) else None
 
 
 def _profile(profile: str, tokenizer: Path | None) -> tuple[EngramModel, TokenMap]:

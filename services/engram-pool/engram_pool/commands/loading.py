@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engram_pool.commands.calling import DEFAULT_POOL, Json, KeyFile, Pool, fabric_of
+from engram_pool.commands.calling import DEFAULT_POOL, Json, KeyFile, Pool, TlsClient, TlsRoots, fabric_of
 from engram_pool.commands.load_options import PROFILES, roles, share, template, tokenizer_beside
 from engram_pool.commands.load_turn import in_turn
 from engram_pool.terminal import print_loaded, progress_bar
@@ -55,6 +55,8 @@ def load(
     ] = None,
     pool: Pool = DEFAULT_POOL,
     api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
     as_json: Json = False,
 ) -> None:
     """Load tables: a grown memory, a DeepSeek-V4.1 or Qwen PLE checkpoint, [rows, dim] tensors with a manifest, other pools' or random rows."""
@@ -65,6 +67,7 @@ def load(
     placement = share(owners, owner, replicas, stretch_rows)
     if placement is not None and grown is not None:
         raise InvalidArgument("a grown memory is kept whole: leave --owners out")
+    tensors = roles(names or [])
     if checkpoint is not None and tokenizer is None and token_map is None and not profile:
         tokenizer = tokenizer_beside(checkpoint, manifest)
     model, ids = template(name, manifest, profile, tokenizer, token_map) if grown is None and not peers else (None, None)
@@ -72,14 +75,14 @@ def load(
         raise InvalidArgument(f"random rows need --manifest FILE or --profile {PROFILES[0]}")
     keep = grown is not None if keep_previous is None else keep_previous
     ask: Callable[..., ResidentModel]
-    with fabric_of(pool, api_key_file) as fabric, progress_bar("loading") as report:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric, progress_bar("loading") as report:
         if grown is not None:
             ask = partial(fabric.engram.load_grown, grown.absolute(), name or None)
         elif peers:
             ask = partial(fabric.engram.load_peers, peers, name, version or None, placement=placement)
         elif checkpoint is not None:
             ask = partial(
-                fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=roles(names or []),
+                fabric.engram.load_checkpoint, checkpoint.absolute(), model, ids, tensors=tensors,
                 name=name if model is None else "", row_dtype=row_dtype, placement=placement,
             )  # fmt: skip
         else:

@@ -7,7 +7,18 @@ from typing import Annotated
 
 import typer
 
-from engram_pool.commands.calling import DEFAULT_POOL, Json, KeyFile, Name, Pool, Version, fabric_of, full_version
+from engram_pool.commands.calling import (
+    DEFAULT_POOL,
+    Json,
+    KeyFile,
+    Name,
+    Pool,
+    TlsClient,
+    TlsRoots,
+    Version,
+    fabric_of,
+    full_version,
+)
 from engram_pool.terminal import (
     VERSION_DIGITS,
     model_document,
@@ -27,10 +38,12 @@ def promote(
     version: Annotated[str, typer.Argument(help="Version, or its first digits.")],
     pool: Pool = DEFAULT_POOL,
     api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
     as_json: Json = False,
 ) -> None:
     """Make a resident version current: new requests get it, those in progress keep theirs."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         if not version:
             raise InvalidArgument(
                 f"give the version to make current, or its first digits; `treadle pool rollback {name}` goes back"
@@ -39,16 +52,29 @@ def promote(
     print_promoted(promoted, as_json)
 
 
-def rollback(name: Name, pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False) -> None:
+def rollback(
+    name: Name,
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
+    as_json: Json = False,
+) -> None:
     """Go back to the version that was current before; once more goes forward again."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         promoted = fabric.engram.promote(name)
     print_promoted(promoted, as_json)
 
 
-def list_models(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False) -> None:
+def list_models(
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
+    as_json: Json = False,
+) -> None:
     """List what is resident, the current version of each model first."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         models = fabric.engram.list_models()
     if as_json:
         print_json([model_document(model) for model in models])
@@ -58,11 +84,17 @@ def list_models(pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json
 
 
 def verify(
-    name: Name, version: Version = "", pool: Pool = DEFAULT_POOL, api_key_file: KeyFile = None, as_json: Json = False
+    name: Name,
+    version: Version = "",
+    pool: Pool = DEFAULT_POOL,
+    api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
+    as_json: Json = False,
 ) -> None:
     """Read a version again and compare every checksum. A version that does not fit leaves service, and the exit code is 1."""
     begun = time.monotonic()
-    with fabric_of(pool, api_key_file) as fabric, progress_bar("verifying") as report:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric, progress_bar("verifying") as report:
         full = full_version(fabric, name, version)
         checked = fabric.engram.verify(name, full, report)
     seconds = time.monotonic() - begun
@@ -77,10 +109,12 @@ def remove(
     version: Annotated[str, typer.Argument(help="Version, or its first digits; none: all of them.")] = "",
     pool: Pool = DEFAULT_POOL,
     api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
     as_json: Json = False,
 ) -> None:
     """Take a version, or all of a model, off the list. Its memory goes when no reader holds it."""
-    with fabric_of(pool, api_key_file) as fabric:
+    with fabric_of(pool, api_key_file, tls_root_file, tls_client_file) as fabric:
         full = full_version(fabric, name, version) if version else None
         removed, awaiting = fabric.engram.remove(name, full)
     if as_json:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from engram_pool.domain.catalogue import Resident
 from engram_pool.domain.compute import Compute
@@ -19,8 +19,11 @@ STRETCH_BYTES_MIN = 64 << 20  # rows of less lie in the processor's caches and s
 POLL_SECONDS = 0.5
 
 
-async def calibrate_when_warm(pool: Pool, compute: Compute) -> None:
-    """Wait for a version to measure with, take 50 ms in a thread, and gather so from then on, in the whole process."""
+async def calibrate_when_warm(pool: Pool, compute: Compute, also: Callable[[Rows], None] | None = None) -> None:
+    """Wait for a version to measure with, take 50 ms in a thread, and gather so from then on, in the whole process.
+
+    also: measures something else before it on the same rows, bounded as well
+    """
     while True:
         found = stretch_to_measure(pool.residents(), STRETCH_BYTES_MIN)
         if found is not None:
@@ -29,6 +32,8 @@ async def calibrate_when_warm(pool: Pool, compute: Compute) -> None:
     resident, rows = found
     try:
         with resident.in_use():
+            if also is not None:
+                await compute.run(also, rows)
             chosen = await compute.run(calibrate_prefetch, rows)
     except TreadleError as error:
         log.info("prefetch distance stays as it is", extra={"reason": str(error)})

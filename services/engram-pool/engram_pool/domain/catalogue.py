@@ -29,6 +29,7 @@ class Resident:
     page_bytes: page size in use for its mappings
     nodes:      of its sampled pages, how many lie on each memory node
     warmth:     how far its pages are entered in this process
+    damaged_at_ns: when damage was last found, since the epoch; 0: never. Copies of rows from before are not to be trusted
     """
 
     stored: StoredVersion
@@ -41,6 +42,7 @@ class Resident:
     keep_until: float = 0.0
     nodes: Mapping[int, int] = field(default_factory=dict)
     warmth: Warmth | None = None
+    damaged_at_ns: int = 0
     plans: dict[int, HashPlan] = field(default_factory=dict)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from engram_pool.domain.catalogue import Catalogue, Resident
@@ -41,7 +42,7 @@ class Damages:
             return False
         log.error("corrupt version", extra={"model": resident.name, "version": resident.version, "reason": str(damage)})
         self._meters.corrupt(1)
-        resident.corrupt = True
+        resident.corrupt, resident.damaged_at_ns = True, time.time_ns()
         self._doors.withdraw(resident.stored)
         await self._changes.announce()
         if self._mend is not None and isinstance(damage, Damaged):

@@ -39,11 +39,6 @@ class PeerRows:
         check_token_map(self.model, self.token_map)
 
     @property
-    def is_grown(self) -> bool:
-        """True for a grown memory, whose card and weights come too. What a checkpoint's manifest says of weights, no pool keeps."""
-        return bool(self._peers.card_json)
-
-    @property
     def kept_bytes(self) -> int:
         """Bytes of the card; weights are asked for room when they come."""
         return len(self._peers.card_json)

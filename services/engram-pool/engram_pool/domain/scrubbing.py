@@ -21,7 +21,6 @@ from treadle.contract import DataLoss, InvalidArgument, TreadleError, Unavailabl
 from treadle.contract.table_manifest import CHUNK_BYTES
 
 log = logging.getLogger("engram_pool")
-BYTES_PER_SECOND = 64 << 20  # where no setting says more: 1 % of one core; 200 GB in 53 minutes
 PAUSE_SECONDS = 1.0  # between two passes, and while there is nothing to check
 YIELD_SECONDS = 0.01  # a gather takes milliseconds
 YIELDS_MAX = 100  # a pool that is never idle is scrubbed all the same

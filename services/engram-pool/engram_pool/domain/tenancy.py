@@ -39,6 +39,9 @@ class TenantLimits(Protocol):
     def name(self) -> str: ...
     @property
     def rows_per_second_max(self) -> int: ...
+    @property
+    def admin(self) -> bool:
+        """Whether it may change what all tenants use: load, remove, promote, verify, reserve."""
 
 
 class Tenants(Protocol):

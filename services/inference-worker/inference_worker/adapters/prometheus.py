@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from inference_worker.adapters.remote_metrics import RemoteMetrics
 from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.report import StepReport
@@ -66,7 +67,8 @@ class WorkerMetrics:
         gauge("prefix_cache_bytes", "Bytes of KV kept for later requests").set_function(lambda: engine.load.prefix_cache_bytes)
 
     def watch_memories(self, catalogue: Catalogue) -> None:
-        """Show how many memories are open and whether their pool answers, read whenever the metrics are."""
+        """Show how many memories are open, whether their pool answers and how other hosts do, read whenever the metrics are."""
+        RemoteMetrics(self._registry)
         gauge = Gauge("treadle_worker_engram_memories_open", "Engram memory versions that are open", registry=self._registry)
         gauge.set_function(lambda: catalogue.open_count)
         answers = Gauge("treadle_worker_engram_pool_answers", "1 while the Engram pool answers, else 0", registry=self._registry)

@@ -9,14 +9,14 @@ from typing import Annotated
 
 import typer
 
-from treadle.cli.doctor import devices, memory, processor, software
+from treadle.cli.doctor import devices, memory, processor, running, software
 from treadle.cli.doctor.finding import Finding, Host, Level
 from treadle.cli.terminal import print_json, stdout
 
 CHECKS: tuple[Callable[[Host], Finding | list[Finding]], ...] = (
     processor.cpu, processor.numa, memory.memory, memory.huge_anonymous, memory.huge_shared, memory.huge_mounts, memory.hugetlb,
     memory.shared_memory, memory.limits, devices.dax, devices.cxl, devices.rdma, devices.gpu, software.compiler, software.loops,
-    software.packages,
+    software.packages, software.mooncake, running.doors,
 )  # fmt: skip
 MARKS = {Level.OK: "[green]✓[/]", Level.INFO: "[cyan]·[/]", Level.WARN: "[yellow]![/]"}
 

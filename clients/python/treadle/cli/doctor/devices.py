@@ -11,7 +11,10 @@ def dax(host: Host) -> Finding:
     if not devices:
         return Finding("DAX", "none", "No memory device to map tables on; shared memory is used.", level=Level.INFO)
     modes = ", ".join(f"{device} {_bytes_text(host, device)}".strip() for device in devices)
-    advice = "daxctl reconfigure-device --mode=system-ram makes it a NUMA node that a tmpfs can be bound to."
+    advice = (
+        f"engram-pool --storage dax --dax-device /dev/{devices[0]} takes all of it for tables; or daxctl reconfigure-device "
+        "--mode=system-ram makes it a NUMA node."
+    )
     return Finding("DAX", modes, "2 MiB pages by nature; can be shared by hosts where CXL switches it.", advice, Level.INFO)
 
 

@@ -38,7 +38,7 @@ def huge_anonymous(host: Host) -> Finding:
     return Finding(
         name,
         mode or "not supported",
-        "Private copies stay on 4 KiB pages: a gather takes about 1.6 times as long.",
+        "Private copies stay on 4 KiB pages: a gather takes about 1.5 times as long.",
         advice,
         Level.WARN,
     )
@@ -54,7 +54,7 @@ def huge_shared(host: Host) -> Finding:
     if mode == "force" or option in HUGE_OPTIONS:
         found = f"{found}, shmem_enabled=force" if mode == "force" else found
         return Finding(name, found, "Tables can get 2 MiB pages there; `treadle status` shows what they got.")
-    means = "Tables stay on 4 KiB pages: a gather takes about 1.6 times as long as on 2 MiB pages."
+    means = "Tables stay on 4 KiB pages: a gather takes about 1.5 times as long as on 2 MiB pages."
     return Finding(name, found, means, "As root: mount -o remount,huge=always /dev/shm.", Level.INFO)
 
 

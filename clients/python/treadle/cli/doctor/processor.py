@@ -40,7 +40,8 @@ def numa(host: Host) -> Finding:
     if far:
         sizes = ", ".join(f"{node} {gib(_node_bytes(host, node))}" for node in far)
         advice = (
-            f"Tables there: mount -t tmpfs -o huge=always,mpol=bind:{far[0][4:]} tmpfs DIR, then engram-pool --segment-dir DIR."
+            f"Tables there: engram-pool --numa node:{far[0][4:]}; or mount -t tmpfs -o huge=always,mpol=bind:{far[0][4:]} tmpfs DIR, "
+            "then engram-pool --segment-dir DIR."
         )
         return Finding(
             "NUMA", f"{found}, {sizes} without CPUs", "Far memory (CXL or persistent) that can hold tables.", advice, Level.INFO

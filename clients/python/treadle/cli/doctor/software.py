@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -16,7 +15,7 @@ ENGINE = ("torch", "transformers", "tokenizers", "safetensors")
 PLUMBING = ("grpcio", "protobuf", "numpy", "openai")
 COMPILERS = ("c++", "g++", "clang++")
 # In a process of its own: native code that does not fit this CPU must not take the doctor down with it.
-PROBE = "import json, {module} as m; print(json.dumps(m.IMPLEMENTATION))"
+PROBE = "import {module} as m; print(m.IMPLEMENTATION)"
 
 
 def compiler(host: Host) -> Finding:
@@ -46,17 +45,34 @@ def loops(host: Host) -> list[Finding]:
     ]  # fmt: skip
 
 
+def mooncake(host: Host) -> Finding:
+    """Whether Mooncake, which moves rows and versions between hosts, can be loaded."""
+    from treadle.client.engram.mooncake_engine import INSTALL
+
+    said = _printed("import mooncake.engine, mooncake.store; print('loads')")
+    if said.endswith("loads"):
+        return Finding(
+            "Mooncake", _version("mooncake-transfer-engine-non-cuda") or "loads", "Its transport and its store can be used."
+        )
+    means = "No `mooncake` transport and no `treadle pool push` here; sockets carry other hosts' rows."
+    return Finding("Mooncake", said, means, f"If they are wanted: {INSTALL}.", Level.INFO)
+
+
 def implementation(module: str) -> str:
     """`native`, `numpy` or `python`, as the module says of itself; or why it does not load."""
-    probe = PROBE.format(module=module)
+    return _printed(PROBE.format(module=module))
+
+
+def _printed(program: str) -> str:
+    """What a Python program of our environment prints, or why it ended without."""
     try:
-        run = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False)
+        run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROGRAM_SECONDS, check=False)
     except subprocess.TimeoutExpired:
         return "does not load in time"
     if run.returncode:
         words = run.stderr.strip().splitlines()
         return f"does not load: {words[-1] if words else f'exit code {run.returncode}'}"
-    return str(json.loads(run.stdout))
+    return run.stdout.strip()
 
 
 def packages(host: Host) -> list[Finding]:

@@ -25,7 +25,12 @@ _WARM_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """One version that a pool holds. `readers`: processes on its host that hold it now; `warm_state`: in the pool's own process."""
+    """One version that a pool holds.
+
+    readers:       processes on its host that hold it now
+    warm_state:    in the pool's own process
+    damaged_at_ns: when damage was last found in it, since the epoch; 0: never. Copies of rows from before are to be dropped
+    """
 
     model: EngramModel
     version: str
@@ -34,6 +39,7 @@ class ResidentModel:
     readers: int
     loaded_at_seconds: float
     warm_state: WarmState = WarmState.UNKNOWN
+    damaged_at_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +169,7 @@ def resident_model(message: pb.Model) -> ResidentModel:
     return ResidentModel(
         EngramModel.from_json(message.manifest_json), message.ref.version, message.current, message.segment_bytes,
         message.readers, message.loaded_at_seconds, _WARM_STATES.get(message.warm_state, WarmState.UNKNOWN),
+        message.damaged_at_ns,
     )  # fmt: skip
 
 

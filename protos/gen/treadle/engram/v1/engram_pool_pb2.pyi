@@ -86,6 +86,7 @@ class Model(_message.Message):
     READERS_FIELD_NUMBER: _builtins.int
     LOADED_AT_SECONDS_FIELD_NUMBER: _builtins.int
     WARM_STATE_FIELD_NUMBER: _builtins.int
+    DAMAGED_AT_NS_FIELD_NUMBER: _builtins.int
     current: _builtins.bool
     """True for the version that an empty `version` means."""
     manifest_json: _builtins.bytes
@@ -98,6 +99,10 @@ class Model(_message.Message):
     """When it became resident, seconds since the epoch."""
     warm_state: Global___WarmState.ValueType
     """How much of its tables is entered in the pool's memory."""
+    damaged_at_ns: _builtins.int
+    """When damage was last found in it, nanoseconds since the epoch; 0: never since the pool's start. Whoever keeps copies of rows drops
+    those from before when it changes: a repair puts the right bytes in place under the same version.
+    """
     @_builtins.property
     def ref(self) -> Global___ModelRef:
         """Name and version."""
@@ -112,10 +117,11 @@ class Model(_message.Message):
         readers: _builtins.int = ...,
         loaded_at_seconds: _builtins.float = ...,
         warm_state: Global___WarmState.ValueType = ...,
+        damaged_at_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "loaded_at_seconds", b"loaded_at_seconds", "manifest_json", b"manifest_json", "readers", b"readers", "ref", b"ref", "segment_bytes", b"segment_bytes", "warm_state", b"warm_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "damaged_at_ns", b"damaged_at_ns", "loaded_at_seconds", b"loaded_at_seconds", "manifest_json", b"manifest_json", "readers", b"readers", "ref", b"ref", "segment_bytes", b"segment_bytes", "warm_state", b"warm_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
