@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from treadle.contract import Deadline, DeadlineExceeded, InvalidArgument, ResourceExhausted
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, Tenants, Ticket, Tier
-from treadle.dataplane.admission import NO_DEADLINE, Bandwidth, Costs, Reason, Verdict, Work, judge
+from treadle.dataplane.admission import NO_DEADLINE, RESERVES_MAX, Bandwidth, Costs, Reason, Verdict, Work, judge
 from treadle.dataplane.extension import native_module
 from treadle.dataplane.fallback_admission import PROBE_NS, WAKE_NS, Admission, QueueOptions, Size
 
@@ -188,6 +189,41 @@ def test_a_reserve_slows_rows_to_what_is_left_and_ends_by_itself(make_queue: Mak
     assert LONG_OUT.nbytes / seconds <= 1.1 * reserved.left_bytes_per_second
     queue.reserve("kv", int(total * 0.5), 0.01)
     wait_for(lambda: queue.reserved().reserved_bytes_per_second == 0)
+
+
+def test_memory_is_measured_anew_while_nothing_is_reserved_and_the_best_of_the_last_few_counts(
+    make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, speeds = make_queue(), iter([3_000, 8_000, 4_000, 4_000, 4_000, 4_000])
+    monkeypatch.setattr("treadle.dataplane.queue.MEASURE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr("treadle.dataplane.queue.rule.measure_copy_bandwidth", lambda: next(speeds))
+    monkeypatch.setattr(
+        "treadle.dataplane.queue.native_module", lambda: SimpleNamespace(measure_copy_bandwidth=lambda _: next(speeds))
+    )
+    assert queue.reserve("kv", 1000, SECONDS).left_bytes_per_second == 2000
+    assert queue.reserve("kv", 2000, SECONDS).left_bytes_per_second == 1000, "one stands: it keeps the figure it was granted of"
+    queue.reserve("kv", 0, SECONDS)
+    left = [queue.reserve("kv", 0, SECONDS).left_bytes_per_second for _ in range(5)]
+    assert left == [8_000, 8_000, 8_000, 8_000, 4_000]
+
+
+def test_a_reserve_is_not_measured_for_again_and_again(make_queue: MakeQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = make_queue()
+    total = queue.reserve("kv", 0, 1.0).left_bytes_per_second
+    monkeypatch.setattr("treadle.dataplane.queue.MEASURE_EVERY_SECONDS", 3600.0)
+    assert {queue.reserve("kv", 0, 1.0).left_bytes_per_second for _ in range(20)} == {total}
+
+
+def test_too_many_names_are_refused_in_words_of_their_own(make_queue: MakeQueue) -> None:
+    queue = make_queue()
+    for number in range(RESERVES_MAX):
+        queue.reserve(f"kv{number}", 1, SECONDS)
+    with pytest.raises(ResourceExhausted, match=f"{RESERVES_MAX} names reserve already") as refused:
+        queue.reserve("one more", 1, SECONDS)
+    assert "too little" not in str(refused.value)
+    with pytest.raises(ResourceExhausted, match="leaves rows too little") as refused:
+        queue.reserve("one more", 1 << 60, SECONDS)
+    assert "names" not in str(refused.value)
 
 
 def test_who_gathers_beside_the_queue_is_told_how_long_to_wait(make_queue: MakeQueue) -> None:

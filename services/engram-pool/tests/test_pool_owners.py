@@ -339,5 +339,5 @@ def test_names_of_killed_owners_hide_nobody_and_are_taken_off_the_set(
             stack.enter_context(start_pool(shm_folder / name, "--owner", name, "--redis-url", redis_server.url)) for name in "yz"
         ]
         for pool in pools:
-            until(lambda pool=pool: sees(pool, "y", "z"), "those who live find each other")
+            until(partial(sees, pool, "y", "z"), "those who live find each other")
         until(lambda: keys.smembers("treadle:engram:owners") == {b"y", b"z"}, "names without an entry are gone")

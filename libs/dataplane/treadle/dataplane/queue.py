@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -36,6 +37,7 @@ HINTS_MAX = 1 << 12  # queued tickets without a deadline
 PIECE_SECONDS_MAX = 1.0
 RESERVE_SECONDS_MAX = 3600.0  # a reserve that is not renewed ends
 RESERVE_NAME_MAX = 128
+MEASURE_EVERY_SECONDS, MEASURED_KEPT = 10.0, 4  # of the bandwidth of memory, by reserves
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,8 @@ class DeadlineQueue:
         if isinstance(self.tenants.ledger, PythonLedger) != (implementation == "python"):
             raise InvalidArgument(f"tenants: made for another implementation than this queue's, {implementation}")
         self._workers, self._process_id = workers, os.getpid()
-        self._copy_bandwidth, self._measuring = 0, threading.Lock()
+        self._measured: deque[int] = deque(maxlen=MEASURED_KEPT)  # bytes copied a second
+        self._measured_at, self._measuring = 0.0, threading.Lock()
         options = QueueOptions(workers, tickets_max, piece_rows, round(piece_seconds * 1e9), order == "fifo", admission, hints_max)
         try:
             self._engine = make_engine(implementation, options, self.tenants)
@@ -136,8 +139,9 @@ class DeadlineQueue:
         name:             who asks, up to RESERVE_NAME_MAX characters; a second reserve of the same name replaces the first
         bytes_per_second: bytes copied a second; 0 gives it back
         seconds:          above 0, up to RESERVE_SECONDS_MAX; the reserve ends by itself
-        The first call measures the bandwidth, some 30 ms. Raises InvalidArgument, and ResourceExhausted where less than a tenth
-        would be left to rows.
+        While nothing is reserved a call measures the bandwidth, some 30 ms, at most once in MEASURE_EVERY_SECONDS; the best of the last
+        MEASURED_KEPT counts, for a moment of load makes memory look slow. Raises InvalidArgument, and ResourceExhausted where less than
+        a tenth would be left to rows, or RESERVES_MAX names reserve already.
         """
         if not 0 < len(name) <= RESERVE_NAME_MAX or bytes_per_second < 0 or not 0 < seconds <= RESERVE_SECONDS_MAX:
             raise InvalidArgument(
@@ -147,10 +151,12 @@ class DeadlineQueue:
         until_ns = time.monotonic_ns() + round(seconds * 1e9)
         if not engine.reserve(name, total, min(bytes_per_second, (1 << 63) - 1), until_ns):
             reserved = engine.stats()["reserved_bytes_per_second"]
-            raise ResourceExhausted(
-                f"reserve: {bytes_per_second} B/s more than the {reserved} reserved leaves rows too little of the {total} that this "
-                f"memory copies, or {rule.RESERVES_MAX} names reserve already"
-            )
+            if reserved + bytes_per_second > total * rule.RESERVED_PART_MAX:
+                raise ResourceExhausted(
+                    f"reserve: {bytes_per_second} B/s more than the {reserved} reserved leaves rows too little of the {total} that this "
+                    f"memory copies; all reserves together may have {rule.RESERVED_PART_MAX:.0%} of it"
+                )
+            raise ResourceExhausted(f"reserve: {rule.RESERVES_MAX} names reserve already; give one back, or wait until one ends")
         return self.reserved()
 
     def pace_seconds(self, byte_count: int) -> float:
@@ -161,7 +167,7 @@ class DeadlineQueue:
     def reserved(self) -> Reserved:
         """What all reserves keep now, and what is left; 0 left: not measured, as nothing was ever reserved."""
         reserved = int(self._engine.stats()["reserved_bytes_per_second"])
-        return Reserved(reserved, max(0, self._copy_bandwidth - reserved))
+        return Reserved(reserved, max(0, max(self._measured, default=0) - reserved))
 
     def stats(self) -> dict[str, Any]:
         """Counters: tickets_total, pieces_total, queued (tickets with pieces left), busy_seconds (summed over the workers),
@@ -207,11 +213,14 @@ class DeadlineQueue:
 
     def _measured_bandwidth(self) -> int:
         with self._measuring:
-            if not self._copy_bandwidth:
+            now = time.monotonic()
+            stands = self._engine.stats()["reserved_bytes_per_second"] > 0  # what was granted was granted of the figure before
+            if not self._measured or (not stands and now - self._measured_at >= MEASURE_EVERY_SECONDS):
                 native = not isinstance(self._engine, fallback.Engine)
                 threads = min(WORKERS_MAX, os.cpu_count() or 1)
-                self._copy_bandwidth = native_module().measure_copy_bandwidth(threads) if native else rule.measure_copy_bandwidth()
-            return self._copy_bandwidth
+                self._measured.append(native_module().measure_copy_bandwidth(threads) if native else rule.measure_copy_bandwidth())
+                self._measured_at = now
+            return max(self._measured)
 
     def _ticket(self, answer: EngineTicket | rule.Verdict, deadline: Deadline, out: NDArray[np.uint8]) -> Ticket:
         reason = getattr(answer, "reason", None)

@@ -13,7 +13,7 @@ import logging
 from contextlib import aclosing, suppress
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError, WatchError
+from redis.exceptions import RedisError
 
 from engram_pool.domain.directory import Directory
 from treadle.client.engram.owners import owner_bytes, owner_from_bytes
@@ -128,13 +128,13 @@ class RedisDirectory:
         if not names:
             return
         keys = [PREFIX + name for name in names]
-        async with self._redis.pipeline(transaction=True) as pipe:
-            await pipe.watch(*keys)
-            still = [name for name, data in zip(names, await pipe.mget(keys), strict=True) if data is None]
-            pipe.multi()
-            if still:
-                pipe.srem(NAMES, *still)
-            with suppress(WatchError):  # somebody came back: the next read tells who
+        with suppress(RedisError):  # what was read is true all the same; the next read tries again
+            async with self._redis.pipeline(transaction=True) as pipe:
+                await pipe.watch(*keys)
+                still = [name for name, data in zip(names, await pipe.mget(keys), strict=True) if data is None]
+                pipe.multi()  # type: ignore[no-untyped-call]
+                if still:
+                    pipe.srem(NAMES, *still)
                 await pipe.execute()
 
     async def _listen(self) -> None:

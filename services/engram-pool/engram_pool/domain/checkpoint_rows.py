@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from engram_pool.domain.storing import Rows, TokenMap
 from engram_pool.domain.tensor_match import LayerTensors
 from treadle.contract import DataLoss, EngramModel
 
-SCALE_NUMBERS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
+SCALE_NUMBERS: dict[str, np.dtype[Any]] = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
 
 
 class CheckpointRows:

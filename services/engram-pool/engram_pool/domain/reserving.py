@@ -7,7 +7,7 @@ from engram_pool.domain.tenancy import Bandwidth, Reserved
 
 
 class Reserving:
-    """Takes reserves. The first one measures the memory, so it does not wait on the event loop."""
+    """Takes reserves. One may measure the memory, so it does not wait on the event loop."""
 
     def __init__(self, bandwidth: Bandwidth, compute: Compute) -> None:
         self._bandwidth, self._compute = bandwidth, compute

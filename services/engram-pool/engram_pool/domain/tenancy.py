@@ -77,7 +77,7 @@ class Bandwidth(Protocol):
     """This host's memory, as rows may use it. Any thread."""
 
     def reserve(self, name: str, bytes_per_second: int, seconds: float, /) -> Reserved:
-        """Keep some of it free for a while; 0 gives it back. The first call measures, some 30 ms.
+        """Keep some of it free for a while; 0 gives it back. The first of several measures, some 30 ms.
 
         Raises InvalidArgument, ResourceExhausted where rows would have too little.
         """
