@@ -14,7 +14,7 @@ from treadle.contract.policy import Late, WaitPolicy
 
 
 class EngramTransport(StrEnum):
-    """How Engram rows come; `auto` maps them if the pool is on this host, else by its ring, its socket door, or rpc."""
+    """How Engram rows come: the words of TransportChoice, and off."""
 
     AUTO = "auto"
     MAPPED = "mapped"
@@ -70,7 +70,7 @@ class Settings(ServerSettings):
     engram_memories_max: int = 32
     """Most memory versions open at once; beyond it the least recently used without requests is closed."""
     engram_transport: EngramTransport = EngramTransport.AUTO
-    """auto, mapped, local, ring, socket, rpc or off."""
+    """auto (mapped, else ring, socket, rpc), mapped, local, ring, socket, mooncake, rpc; off: no memories at all."""
     engram_fusion: FusionMode = FusionMode.AUTO
     """on: rows are added to the hidden state; shadow: all computed, nothing added; auto: on for memories with fusion weights."""
     engram_fusion_weights: Path | None = None

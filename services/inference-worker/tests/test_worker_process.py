@@ -20,7 +20,7 @@ from treadle.chassis.settings import WrongSetting
 from treadle.client.endpoint import Endpoint
 from treadle.client.worker import Worker
 from treadle.contract.errors import NotFound
-from treadle.contract.policy import Late, WaitPolicy
+from treadle.contract.policy import Late, TransportChoice, WaitPolicy
 from treadle.inference.v1 import worker_pb2 as pb
 from treadle.nn.model_folder import find_model_folder
 
@@ -146,3 +146,7 @@ def test_the_commands_cost_no_heavy_import() -> None:
     code = "import inference_worker.commands, sys; print([m for m in ('torch', 'transformers', 'tokenizers', 'grpc') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env=_environment())
     assert done.stdout.strip() == "[]"
+
+
+def test_a_worker_takes_the_transports_that_the_sdk_and_the_command_line_take() -> None:
+    assert {transport.value for transport in EngramTransport} == {*(choice.value for choice in TransportChoice), "off"}

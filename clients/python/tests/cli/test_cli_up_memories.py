@@ -12,12 +12,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from treadle.cli.fabric_options import EngramFusion, EngramTable, EngramTransport, FabricOptions
+from treadle.cli.fabric_options import EngramFusion, EngramTable, FabricOptions
 from treadle.cli.gateway import ServedName
 from treadle.cli.status import MEMORY_COLUMNS_MIN, memory_table, pool_note
 from treadle.cli.up import memory_line
 from treadle.contract import EngramModel
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.policy import TransportChoice
 
 FOLDER = ("--gateway-port", "0", "--port-base", "0", "--model", "./model")
 Grow = Callable[..., EngramModel]
@@ -167,7 +168,7 @@ def test_a_folder_that_is_no_memory_is_told_before_anything_starts(cli: Any, tmp
 
 def test_options_travel_to_another_process_as_they_are() -> None:
     options = FabricOptions(
-        memories=("/a", "/b"), engram_table=EngramTable.SPEED, engram_transport=EngramTransport.RPC, engram_fusion=EngramFusion.ON
+        memories=("/a", "/b"), engram_table=EngramTable.SPEED, engram_transport=TransportChoice.RPC, engram_fusion=EngramFusion.ON
     )
     assert FabricOptions.from_json(options.to_json()) == options
 
@@ -197,3 +198,9 @@ def test_the_line_about_memories_says_the_default_and_bounds_their_number() -> N
     assert memory_line([ServedName("m", "n1", "ab"), *many[:2]]).startswith(
         'n0, n1; n1 unless they choose: requests choose by "model": "m+n0"'
     )
+
+
+def test_rows_by_mooncake_come_from_a_pool_that_is_told_to_open_its_door(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER, "--engram-transport", "mooncake")
+    assert worker_flags(cli)["--engram-transport"] == "mooncake"
+    assert "--mooncake-listen" in psutil.Process(cli.process("engram-pool").pid).cmdline()

@@ -26,7 +26,7 @@ from treadle.cli.demo_answers import Pair
 from treadle.cli.demo_evidence import PoolCounters, Served, gathered, wrong_counts
 from treadle.cli.events import Event
 from treadle.cli.fabric import POOL, WORKER
-from treadle.cli.fabric_options import DEFAULT_MODEL, EngramTransport, FabricOptions
+from treadle.cli.fabric_options import DEFAULT_MODEL, FabricOptions
 from treadle.cli.gateway import get, served_model
 from treadle.cli.held_out import NO_MEMORY, Score, blocks_of, measure
 from treadle.cli.memories import GrownMemory, held_out_text, shipped_memory
@@ -34,6 +34,7 @@ from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.supervisor import JobSpec, StartFailed, StopRequested, Supervisor
 from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_error, print_json, stderr, stdout
 from treadle.contract.errors import InvalidArgument, NotFound
+from treadle.contract.policy import TransportChoice
 
 if TYPE_CHECKING:
     from treadle.contract import EngramModel
@@ -77,7 +78,7 @@ class Show:
 
 def demo(
     model: Annotated[str, typer.Option(help="A model folder (Hugging Face layout), or a name to fetch.")] = DEFAULT_MODEL,
-    engram_transport: Annotated[EngramTransport, typer.Option(help="How rows reach the worker.")] = EngramTransport.MAPPED,
+    engram_transport: Annotated[TransportChoice, typer.Option(help="How rows reach the worker.")] = TransportChoice.MAPPED,
     tokens: Annotated[
         int,
         typer.Option(
@@ -236,7 +237,7 @@ def _pool_counters(state: FabricState) -> PoolCounters:
 
 
 def _evidence(
-    state: FabricState, before: PoolCounters, show: Show, shuffled: EngramModel, transport: EngramTransport, quiet: bool
+    state: FabricState, before: PoolCounters, show: Show, shuffled: EngramModel, transport: TransportChoice, quiet: bool
 ) -> None:
     """What the answers, the worker and the pool say of the rows has to be one story."""
     from treadle.client import Fabric

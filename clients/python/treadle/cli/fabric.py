@@ -27,6 +27,7 @@ from treadle.cli.service_log import ServiceLog
 from treadle.cli.supervisor import GaveUp, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
 from treadle.cli.terminal import size_text
 from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
+from treadle.contract.policy import TransportChoice
 
 SUPERVISOR = "supervisor"  # name of its log
 POOL, WORKER, GATEWAY = "engram-pool", "inference-worker", "inference-gateway"
@@ -207,6 +208,8 @@ class FabricRun:
 
     def _pool_spec(self) -> ServiceSpec:
         argv = (*service_module(POOL), "--segment-dir", str(self._segments))
+        if self.options.engram_transport is TransportChoice.MOONCAKE:
+            argv += ("--mooncake-listen", "127.0.0.1:0")  # a door that pools have only where they are told
         return replace(self._internal(POOL, argv), given_up=False)  # worker and gateway answer without it
 
     def _worker_spec(self, pool: str) -> ServiceSpec:

@@ -11,23 +11,13 @@ from enum import StrEnum
 
 from treadle.cli.supervisor import READY_SECONDS
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.policy import TransportChoice
 
 DEFAULT_MODEL = "smollm2-135m"
 SPEED_TABLE = "smollm2-demo"  # name of the random table of the speed profile
 NO_MEMORY = "none"
 GATEWAY_PORT = 8000
 PORT_BASE = 7400
-
-
-class EngramTransport(StrEnum):
-    """How rows reach the worker; auto: mapped where the pool is on its host."""
-
-    AUTO = "auto"
-    MAPPED = "mapped"
-    LOCAL = "local"
-    RING = "ring"
-    SOCKET = "socket"
-    RPC = "rpc"
 
 
 class EngramFusion(StrEnum):
@@ -68,7 +58,7 @@ class FabricOptions:
     engram_table: EngramTable = EngramTable.SHIPPED
     memories: tuple[str, ...] = ()
     engram_default: str = ""
-    engram_transport: EngramTransport = EngramTransport.AUTO
+    engram_transport: TransportChoice = TransportChoice.AUTO
     engram_fusion: EngramFusion = EngramFusion.AUTO
     host: str = "127.0.0.1"
     gateway_port: int = GATEWAY_PORT
@@ -101,7 +91,7 @@ class FabricOptions:
     def from_json(cls, text: str) -> FabricOptions:
         """The options that `to_json` wrote."""
         fields = json.loads(text)
-        for name, kind in (("engram_table", EngramTable), ("engram_transport", EngramTransport), ("engram_fusion", EngramFusion)):
+        for name, kind in (("engram_table", EngramTable), ("engram_transport", TransportChoice), ("engram_fusion", EngramFusion)):
             fields[name] = kind(fields[name])
         return cls(**fields | {"memories": tuple(fields["memories"])})
 

@@ -23,7 +23,6 @@ from treadle.cli.fabric_options import (
     PORT_BASE,
     EngramFusion,
     EngramTable,
-    EngramTransport,
     FabricOptions,
 )
 from treadle.cli.gateway import ServedName, first_key, served_names
@@ -33,6 +32,7 @@ from treadle.cli.segments import sweep_abandoned
 from treadle.cli.supervisor import DRAIN_SECONDS, READY_SECONDS, StopRequested
 from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, size_text, stderr, stdout
 from treadle.contract.errors import Unavailable
+from treadle.contract.policy import TransportChoice
 
 DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # three services one after another, then files and locks
 MEMORIES_TOLD_MAX = 8  # in one line
@@ -56,7 +56,7 @@ def up(
         ),
     ] = None,
     engram_default: Annotated[str, typer.Option(help="Memory of requests that choose none; not given: none.")] = "",
-    engram_transport: Annotated[EngramTransport, typer.Option(help="How rows reach the worker.")] = EngramTransport.AUTO,
+    engram_transport: Annotated[TransportChoice, typer.Option(help="How rows reach the worker.")] = TransportChoice.AUTO,
     engram_fusion: Annotated[
         EngramFusion,
         typer.Option(help="on: add the rows' part. shadow: compute all, add nothing. auto: on for memories that were grown."),

@@ -16,7 +16,7 @@ from treadle.contract.errors import (
     Unavailable,
 )
 from treadle.contract.fingerprint import Fingerprint
-from treadle.contract.policy import Late, Transport, WaitPolicy
+from treadle.contract.policy import Late, Transport, TransportChoice, WaitPolicy
 from treadle.contract.row_layout import RowLayout, Scale
 from treadle.contract.version import canonical_json, version_of
 from treadle.contract.windows import Windows
@@ -26,5 +26,5 @@ PROTO_VERSION = "v1.0"  # additive changes raise the second number; an SDK and a
 __all__ = [
     "PROTO_VERSION", "AccessDenied", "DataLoss", "Deadline", "DeadlineExceeded", "EngramModel", "Family", "Fingerprint",
     "FingerprintMismatch", "Fusion", "InvalidArgument", "Late", "NotFound", "ProtocolMismatch", "ResourceExhausted", "RowLayout",
-    "RowOutOfRange", "Scale", "Table", "Transport", "TreadleError", "Unavailable", "WaitPolicy", "Windows", "canonical_json", "version_of",
+    "RowOutOfRange", "Scale", "Table", "Transport", "TransportChoice", "TreadleError", "Unavailable", "WaitPolicy", "Windows", "canonical_json", "version_of",
 ]  # fmt: skip

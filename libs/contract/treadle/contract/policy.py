@@ -22,6 +22,18 @@ class Transport(StrEnum):
     FAKE = "fake"  # tests
 
 
+class TransportChoice(StrEnum):
+    """What may be asked for, in the SDK, `treadle up` and a worker alike. auto: mapped, else ring, else socket, else rpc."""
+
+    AUTO = "auto"
+    MAPPED = "mapped"
+    LOCAL = "local"
+    RING = "ring"
+    SOCKET = "socket"
+    MOONCAKE = "mooncake"
+    RPC = "rpc"
+
+
 class Late(StrEnum):
     """What to do with rows that have not come when the longest wait is over."""
 

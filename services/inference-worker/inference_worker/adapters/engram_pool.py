@@ -21,7 +21,7 @@ LIST_SECONDS_MAX = 1.0  # a request waits for this listing; a pool that is well 
 
 @dataclass(frozen=True, slots=True)
 class PoolOfMemories:
-    """The MemoryPool of an endpoint. `transport`: auto, mapped, local or rpc."""
+    """The MemoryPool of an endpoint. `transport`: a word of TransportChoice."""
 
     endpoint: Endpoint
     transport: str

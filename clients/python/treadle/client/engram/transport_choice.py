@@ -13,7 +13,7 @@ from treadle.client.engram.rpc_source import RpcSource
 from treadle.client.engram.socket_source import socket_source
 from treadle.client.engram.sources import RowSource, local_source, mapped_source
 from treadle.client.engram.spread import owners_told_by, spread_source
-from treadle.contract import AccessDenied, InvalidArgument, NotFound, ResourceExhausted, Transport, Unavailable
+from treadle.contract import AccessDenied, InvalidArgument, NotFound, ResourceExhausted, Transport, TransportChoice, Unavailable
 
 log = logging.getLogger("treadle.client")
 
@@ -21,7 +21,7 @@ log = logging.getLogger("treadle.client")
 def row_source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, workers: int) -> RowSource:
     """Where the rows of an opened version come from. transport: as in `EngramPool.open`. Raises InvalidArgument, Unavailable."""
     here = _on_this_host(endpoint.address)
-    if transport == "auto":
+    if transport == TransportChoice.AUTO:
         return _best_source(endpoint, opened, workers, here=here)
     if transport == Transport.MAPPED:
         return mapped_source(opened, workers=workers)
@@ -35,7 +35,7 @@ def row_source(endpoint: Endpoint, opened: types.OpenedModel, transport: str, wo
         return _rpc(endpoint, opened)
     if transport == Transport.MOONCAKE:
         return mooncake_source(endpoint, opened)
-    raise InvalidArgument(f"transport: auto, mapped, local, ring, socket, mooncake or rpc, got {transport!r}")
+    raise InvalidArgument(f"transport: {', '.join(TransportChoice)}, got {transport!r}")
 
 
 def _best_source(endpoint: Endpoint, opened: types.OpenedModel, workers: int, *, here: bool) -> RowSource:
