@@ -45,7 +45,7 @@ class SlowTier:
 def test_rows_are_the_same_with_and_without_repeats(tmp_path: Path, count: int, different: int) -> None:
     (tmp_path / "table").write_bytes(TABLE.tobytes())
     descriptor = os.open(tmp_path / "table", os.O_RDONLY)
-    disk = disk_rows(descriptor, 0, *TABLE.shape, DiskReaders(2))
+    disk = disk_rows(descriptor, 0, TABLE.shape[0], TABLE.shape[1], DiskReaders(2))
     os.close(descriptor)
     ids = np.random.default_rng(count).integers(0, different, count)
     for store in (disk, memory_rows(TABLE, None)):

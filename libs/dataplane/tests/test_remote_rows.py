@@ -30,6 +30,7 @@ from treadle.dataplane import (
     Versions,
     remote_stats,
 )
+from treadle.dataplane.admission import Verdict
 from treadle.dataplane.socket import fetch_token_map, ping, token_digest
 from treadle.kernels import row_ids
 
@@ -173,6 +174,7 @@ def test_a_stopped_request_frees_the_thread_that_asks_owners() -> None:
         store = rows.store(4, SECONDS / 2, patience_seconds=SECONDS / 2)
         out, begun = np.zeros((4, ROW_BYTES), np.uint8), time.monotonic()
         ticket = queue._engine.submit_gather(store, np.arange(4), out, Deadline.after(SECONDS).at_ns, 0)
+        assert not isinstance(ticket, Verdict)
         while not ticket.started_ns:
             assert time.monotonic() - begun < SECONDS / 4
         assert ticket.cancel() == 0

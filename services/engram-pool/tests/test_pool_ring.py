@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -160,7 +161,7 @@ def test_a_stopped_pool_costs_the_policy_and_no_more(start: Start, memory: Path,
         with running.pool.open("demo", transport="ring") as handle:
             windows = some_windows(demo, 8)
             expected = handle.lookup(windows)
-            running.process.send_signal(signal.SIGSTOP)
+            running.process.child.send_signal(signal.SIGSTOP)
             try:
                 for _ in range(3):
                     before = time.monotonic()
@@ -170,7 +171,7 @@ def test_a_stopped_pool_costs_the_policy_and_no_more(start: Start, memory: Path,
                         assert not rows.rows.any()
                     assert time.monotonic() < before + 2.5
             finally:
-                running.process.send_signal(signal.SIGCONT)
+                running.process.child.send_signal(signal.SIGCONT)
             for layer, rows_again in handle.lookup(windows).items():
                 np.testing.assert_array_equal(rows_again, expected[layer])
 
