@@ -24,7 +24,7 @@ class Known:
 
 
 KNOWN = {
-    "pool": Known("treadle-engram-pool", "Load, list, promote, verify, remove, push and pull tables of a running pool."),
+    "pool": Known("treadle-engram-pool", "Load, list, verify, push, pull and remove tables of a pool."),
     "engram": Known("treadle-engram-pool", "Grow a memory for a model from your own text, and measure it."),
     "model": Known("treadle-inference-worker", "Language models on this machine."),
     "bench": Known("treadle-bench", "Measure this machine, and what a memory gains."),

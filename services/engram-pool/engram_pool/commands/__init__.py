@@ -11,7 +11,7 @@ from engram_pool.commands.loading import load
 from engram_pool.commands.stores import pull, push
 from engram_pool.commands.versions import list_models, promote, remove, rollback, verify
 
-app = typer.Typer(no_args_is_help=True, help="Load, list, promote, verify, remove, push and pull tables of a running pool.")
+app = typer.Typer(no_args_is_help=True, help="Load, list, verify, push, pull and remove tables of a pool.")
 app.command("load")(load)
 app.command("promote")(promote)
 app.command("rollback")(rollback)
