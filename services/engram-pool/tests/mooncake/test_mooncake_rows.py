@@ -363,16 +363,6 @@ def direct_rows(process: Process, model: EngramModel, ids: list[int]) -> NDArray
         return rows
 
 
-def test_after_a_rejected_batch_the_next_lookup_backs_off_and_is_right(process: Process, demo: EngramModel) -> None:
-    with both(process.fabric, demo) as (by_mooncake, mapped), closing(control_of(process, demo)) as control:
-        land, table = our_landing(), control.owner.tables[1]
-        flood = np.zeros(4_096 * 64, dtype=np.uint8)
-        land.engine.register(flood)  # and never used again: what was accepted of the batch still arrives
-        spans = [Span(flood.ctypes.data + 64 * at, table.address + 64 * at, 64) for at in range(4_096)]
-        assert land.engine.read(control.owner.engine, spans) != 0, "4,096 slices in one batch were expected to be rejected"
-        assert_same_rows(by_mooncake, mapped, windows_of(demo, 256))
-
-
 def test_more_slices_than_the_engine_takes_are_refused_before_it_is_asked(process: Process, demo: EngramModel) -> None:
     with closing(control_of(process, demo)) as control:
         table = control.owner.tables[1]
