@@ -935,6 +935,58 @@ class LookupResponse(_message.Message):
 Global___LookupResponse: _TypeAlias = LookupResponse  # noqa: Y015
 
 @_typing.final
+class HintTokensRequest(_message.Message):
+    """Tells of tokens to come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REF_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ref(self) -> Global___ModelRef:
+        """Which version; without one: the current."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of one sequence from its beginning, at most 65536."""
+
+    def __init__(
+        self,
+        *,
+        ref: Global___ModelRef | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintTokensRequest: _TypeAlias = HintTokensRequest  # noqa: Y015
+
+@_typing.final
+class HintTokensResponse(_message.Message):
+    """What becomes of a hint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_TAKEN_FIELD_NUMBER: _builtins.int
+    tokens_taken: _builtins.int
+    """Of the first tokens, how many are being brought near; 0: they are as near as they come, or there is no room for more hints."""
+    def __init__(
+        self,
+        *,
+        tokens_taken: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tokens_taken", b"tokens_taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintTokensResponse: _TypeAlias = HintTokensResponse  # noqa: Y015
+
+@_typing.final
 class WatchModelsRequest(_message.Message):
     """Asks to watch."""
 

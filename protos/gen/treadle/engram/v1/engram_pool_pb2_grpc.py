@@ -70,6 +70,11 @@ class EngramPoolServiceStub:
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupRequest.SerializeToString,
                 response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.HintTokens = channel.unary_unary(
+                '/treadle.engram.v1.EngramPoolService/HintTokens',
+                request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensRequest.SerializeToString,
+                response_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensResponse.FromString,
+                _registered_method=True)
         self.WatchModels = channel.unary_stream(
                 '/treadle.engram.v1.EngramPoolService/WatchModels',
                 request_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.WatchModelsRequest.SerializeToString,
@@ -165,6 +170,14 @@ class EngramPoolServiceServicer:
 
     def Lookup(self, request, context):
         """Rows by tokens: hashed and gathered here, for one or more layers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def HintTokens(self, request, context):
+        """Tells that rows of these tokens will be looked up soon, long before the step that does. Answers at once; nothing with a
+        deadline waits for it, and what it brings near is not promised to stay.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -267,6 +280,11 @@ def add_EngramPoolServiceServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupRequest.FromString,
                     response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupResponse.SerializeToString,
+            ),
+            'HintTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.HintTokens,
+                    request_deserializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensRequest.FromString,
+                    response_serializer=treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensResponse.SerializeToString,
             ),
             'WatchModels': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchModels,
@@ -482,6 +500,33 @@ class EngramPoolService:
             '/treadle.engram.v1.EngramPoolService/Lookup',
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupRequest.SerializeToString,
             treadle_dot_engram_dot_v1_dot_engram__pool__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HintTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.engram.v1.EngramPoolService/HintTokens',
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensRequest.SerializeToString,
+            treadle_dot_engram_dot_v1_dot_engram__pool__pb2.HintTokensResponse.FromString,
             options,
             channel_credentials,
             insecure,

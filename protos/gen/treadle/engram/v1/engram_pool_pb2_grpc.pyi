@@ -55,6 +55,10 @@ class EngramPoolServiceStub:
     """Rows by id, from one layer of one version."""
     Lookup: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.LookupRequest, _engram_pool_pb2.LookupResponse]
     """Rows by tokens: hashed and gathered here, for one or more layers."""
+    HintTokens: _grpc.UnaryUnaryMultiCallable[_engram_pool_pb2.HintTokensRequest, _engram_pool_pb2.HintTokensResponse]
+    """Tells that rows of these tokens will be looked up soon, long before the step that does. Answers at once; nothing with a
+    deadline waits for it, and what it brings near is not promised to stay.
+    """
     WatchModels: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.WatchModelsRequest, _engram_pool_pb2.WatchModelsResponse]
     """The current list at once, then again after each change."""
     VerifyModel: _grpc.UnaryStreamMultiCallable[_engram_pool_pb2.VerifyModelRequest, _engram_pool_pb2.VerifyModelResponse]
@@ -104,6 +108,10 @@ class EngramPoolServiceAsyncStub(EngramPoolServiceStub):
     """Rows by id, from one layer of one version."""
     Lookup: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.LookupRequest, _engram_pool_pb2.LookupResponse]  # type: ignore[assignment]
     """Rows by tokens: hashed and gathered here, for one or more layers."""
+    HintTokens: _aio.UnaryUnaryMultiCallable[_engram_pool_pb2.HintTokensRequest, _engram_pool_pb2.HintTokensResponse]  # type: ignore[assignment]
+    """Tells that rows of these tokens will be looked up soon, long before the step that does. Answers at once; nothing with a
+    deadline waits for it, and what it brings near is not promised to stay.
+    """
     WatchModels: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.WatchModelsRequest, _engram_pool_pb2.WatchModelsResponse]  # type: ignore[assignment]
     """The current list at once, then again after each change."""
     VerifyModel: _aio.UnaryStreamMultiCallable[_engram_pool_pb2.VerifyModelRequest, _engram_pool_pb2.VerifyModelResponse]  # type: ignore[assignment]
@@ -186,6 +194,16 @@ class EngramPoolServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engram_pool_pb2.LookupResponse], _abc.AsyncIterator[_engram_pool_pb2.LookupResponse]]:
         """Rows by tokens: hashed and gathered here, for one or more layers."""
+
+    @_abc_1.abstractmethod
+    def HintTokens(
+        self,
+        request: _engram_pool_pb2.HintTokensRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engram_pool_pb2.HintTokensResponse, _abc.Awaitable[_engram_pool_pb2.HintTokensResponse]]:
+        """Tells that rows of these tokens will be looked up soon, long before the step that does. Answers at once; nothing with a
+        deadline waits for it, and what it brings near is not promised to stay.
+        """
 
     @_abc_1.abstractmethod
     def WatchModels(

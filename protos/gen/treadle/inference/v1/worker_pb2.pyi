@@ -79,10 +79,14 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     MEMORY_POLICY_FIELD_NUMBER: _builtins.int
     ENGRAM_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller, for logs and traces; never a secret."""
     cache_salt: _builtins.str
     """Keeps this request's prefix-cache blocks apart from those with another salt (tenant, memory versions)."""
+    priority: _builtins.int
+    """Of requests that wait, the one that came first begins first, and each step of priority counts as having come 0.1 s sooner. -100 to 100."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids of the prompt, template already applied; at least one."""
@@ -99,6 +103,10 @@ class GenerateRequest(_message.Message):
     def engram(self) -> Global___EngramChoice:
         """Which Engram memory to use; absent: the worker's default."""
 
+    @_builtins.property
+    def prefix(self) -> Global___PrefixChoice:
+        """A long prefix to answer as if it stood before the prompt; absent: none."""
+
     def __init__(
         self,
         *,
@@ -108,14 +116,44 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         memory_policy: Global___MemoryPolicy | None = ...,
         engram: Global___EngramChoice | None = ...,
+        priority: _builtins.int = ...,
+        prefix: Global___PrefixChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engram", b"engram", "memory_policy", b"memory_policy", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engram", b"engram", "memory_policy", b"memory_policy", "prefix", b"prefix", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "engram", b"engram", "memory_policy", b"memory_policy", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "engram", b"engram", "memory_policy", b"memory_policy", "prefix", b"prefix", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class PrefixChoice(_message.Message):
+    """A dictionary of attention states chosen by a request. The version is fixed when the request is taken in and kept to its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the dictionary. NOT_FOUND if the store has none of that name, FAILED_PRECONDITION if it was not made with this language
+    model, naming the field that differs.
+    """
+    version: _builtins.str
+    """Its version, 8 to 64 hexadecimal digits from the beginning; empty: the one that the name's pointer means."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixChoice: _TypeAlias = PrefixChoice  # noqa: Y015
 
 @_typing.final
 class EngramChoice(_message.Message):
@@ -151,6 +189,26 @@ class Sampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -160,6 +218,12 @@ class Sampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate; 0: up to the model's limit."""
     temperature: _builtins.float
@@ -174,6 +238,16 @@ class Sampling(_message.Message):
     """Log-probabilities: absent: none; n: of the chosen token and the n most likely ones (0 to 20)."""
     prompt_logprobs: _builtins.bool
     """Also the log-probabilities of the prompt's tokens."""
+    presence_penalty: _builtins.float
+    """Subtracted from the logit of every token that the answer already holds, -2 to 2."""
+    frequency_penalty: _builtins.float
+    """The same for each time that it does, -2 to 2."""
+    top_k: _builtins.int
+    """Choose among so many most likely tokens; 0: all."""
+    min_p: _builtins.float
+    """Choose among tokens at least so likely as this share of the most likely one's probability, [0, 1]."""
+    repetition_penalty: _builtins.float
+    """Divides positive and multiplies negative logits of tokens that prompt or answer hold; 0 and 1: none."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the text; they are not part of it. At most 16."""
@@ -181,6 +255,10 @@ class Sampling(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the text, besides the model's own end-of-sequence tokens."""
+
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logit of a token before it is chosen, -100 to 100, for at most 1024 tokens."""
 
     def __init__(
         self,
@@ -194,10 +272,16 @@ class Sampling(_message.Message):
         ignore_eos: _builtins.bool = ...,
         top_logprobs: _builtins.int | None = ...,
         prompt_logprobs: _builtins.bool = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_logprobs", b"_top_logprobs", "seed", b"seed", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_logprobs", b"_top_logprobs", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -286,12 +370,17 @@ class MemoryReport(_message.Message):
     TICKETS_IN_TIME_FIELD_NUMBER: _builtins.int
     ROWS_MISSING_FIELD_NUMBER: _builtins.int
     SHADOWED_FIELD_NUMBER: _builtins.int
+    MISSING_BECAUSE_FIELD_NUMBER: _builtins.int
+    LOOKUPS_FIELD_NUMBER: _builtins.int
+    LOOKUPS_OUTSIDE_FIELD_NUMBER: _builtins.int
+    FELL_BACK_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """Which memory: `engram`."""
+    """Which memory: `engram` or `prefix`."""
     name: _builtins.str
     """Name of the model or artifact."""
     version: _builtins.str
-    """Its version, 64 hexadecimal digits."""
+    """Its version, 64 hexadecimal digits; of a prefix that is `unavailable` what the request named: from its beginning, or nothing."""
     transport: _builtins.str
     """How its rows came: local, mapped, rpc."""
     tickets: _builtins.int
@@ -302,6 +391,18 @@ class MemoryReport(_message.Message):
     """Rows that never came and were replaced by zeros."""
     shadowed: _builtins.bool
     """True when the rows were computed but not added to the hidden state."""
+    missing_because: _builtins.str
+    """Why rows are missing: `late`, `unavailable`, `damaged`, `gone`, `refused`; empty: none are. Of a prefix: `off_task` (the prompt is not
+    what its dictionary was made for, and no exact KV was used instead), `unavailable` (it was answered without).
+    """
+    lookups: _builtins.int
+    """Prefix only: lookups (a query of a layer and a codebook) that this request made in the dictionary."""
+    lookups_outside: _builtins.int
+    """Prefix only: of these, with a cosine below the guard's quantile of the calibration."""
+    fell_back: _builtins.bool
+    """Prefix only: the guard found the request off the dictionary's task, and the exact prefix KV was used instead."""
+    prefix_tokens: _builtins.int
+    """Prefix only: tokens that the dictionary stands for."""
     def __init__(
         self,
         *,
@@ -313,10 +414,15 @@ class MemoryReport(_message.Message):
         tickets_in_time: _builtins.int = ...,
         rows_missing: _builtins.int = ...,
         shadowed: _builtins.bool = ...,
+        missing_because: _builtins.str = ...,
+        lookups: _builtins.int = ...,
+        lookups_outside: _builtins.int = ...,
+        fell_back: _builtins.bool = ...,
+        prefix_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "name", b"name", "rows_missing", b"rows_missing", "shadowed", b"shadowed", "tickets", b"tickets", "tickets_in_time", b"tickets_in_time", "transport", b"transport", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fell_back", b"fell_back", "kind", b"kind", "lookups", b"lookups", "lookups_outside", b"lookups_outside", "missing_because", b"missing_because", "name", b"name", "prefix_tokens", b"prefix_tokens", "rows_missing", b"rows_missing", "shadowed", b"shadowed", "tickets", b"tickets", "tickets_in_time", b"tickets_in_time", "transport", b"transport", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,6 +622,14 @@ class StatusResponse(_message.Message):
     ENGRAM_LAYERS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     ENGRAM_MODELS_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    EMBEDDING_DIM_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    REQUESTS_RUNNING_MAX_FIELD_NUMBER: _builtins.int
+    WAIT_SECONDS_PREDICTED_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    PREFIXES_FIELD_NUMBER: _builtins.int
     build_version: _builtins.str
     """Version of the build."""
     proto_version: _builtins.str
@@ -556,6 +670,20 @@ class StatusResponse(_message.Message):
     """True when rows are added to the hidden state, false when shadowed."""
     draining: _builtins.bool
     """True once it refuses new work because it stops."""
+    engine: _builtins.str
+    """Which engine runs the model: `embedded` or `vllm`."""
+    engine_version: _builtins.str
+    """Its version."""
+    embedding_dim: _builtins.int
+    """Length of the vectors that Embed gives; 0: it gives none."""
+    block_tokens: _builtins.int
+    """Tokens of a block of the prefix cache; 0: WatchBlocks tells nothing."""
+    requests_running_max: _builtins.int
+    """Most requests in the batch at once."""
+    wait_seconds_predicted: _builtins.float
+    """How long a request that came now would wait for its place, seconds, as far as it can be told."""
+    dtype: _builtins.str
+    """Number format of weights and KV."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence tokens of the model."""
@@ -567,6 +695,10 @@ class StatusResponse(_message.Message):
     @_builtins.property
     def engram_models(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngramModelStatus]:
         """The Engram models that a request may choose, by name; those that do not fit this language model say so."""
+
+    @_builtins.property
+    def prefixes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixStatus]:
+        """The dictionaries that a request may choose, by name; those that do not fit this language model say so."""
 
     def __init__(
         self,
@@ -594,14 +726,270 @@ class StatusResponse(_message.Message):
         engram_layers: _abc.Iterable[Global___EngramLayerStatus] | None = ...,
         draining: _builtins.bool = ...,
         engram_models: _abc.Iterable[Global___EngramModelStatus] | None = ...,
+        engine: _builtins.str = ...,
+        engine_version: _builtins.str = ...,
+        embedding_dim: _builtins.int = ...,
+        block_tokens: _builtins.int = ...,
+        requests_running_max: _builtins.int = ...,
+        wait_seconds_predicted: _builtins.float = ...,
+        dtype: _builtins.str = ...,
+        prefixes: _abc.Iterable[Global___PrefixStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["build_version", b"build_version", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "context_tokens_max", b"context_tokens_max", "draining", b"draining", "engram_fused", b"engram_fused", "engram_layers", b"engram_layers", "engram_model", b"engram_model", "engram_models", b"engram_models", "engram_transport", b"engram_transport", "engram_version", b"engram_version", "eos_token_ids", b"eos_token_ids", "model", b"model", "model_dir", b"model_dir", "pid", b"pid", "prompt_tokens", b"prompt_tokens", "proto_version", b"proto_version", "requests_running", b"requests_running", "requests_waiting", b"requests_waiting", "requests_waiting_max", b"requests_waiting_max", "step_seconds", b"step_seconds", "steps", b"steps", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "build_version", b"build_version", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "context_tokens_max", b"context_tokens_max", "draining", b"draining", "dtype", b"dtype", "embedding_dim", b"embedding_dim", "engine", b"engine", "engine_version", b"engine_version", "engram_fused", b"engram_fused", "engram_layers", b"engram_layers", "engram_model", b"engram_model", "engram_models", b"engram_models", "engram_transport", b"engram_transport", "engram_version", b"engram_version", "eos_token_ids", b"eos_token_ids", "model", b"model", "model_dir", b"model_dir", "pid", b"pid", "prefixes", b"prefixes", "prompt_tokens", b"prompt_tokens", "proto_version", b"proto_version", "requests_running", b"requests_running", "requests_running_max", b"requests_running_max", "requests_waiting", b"requests_waiting", "requests_waiting_max", b"requests_waiting_max", "step_seconds", b"step_seconds", "steps", b"steps", "tokenizer_digest", b"tokenizer_digest", "wait_seconds_predicted", b"wait_seconds_predicted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusResponse: _TypeAlias = StatusResponse  # noqa: Y015
+
+@_typing.final
+class PrefixStatus(_message.Message):
+    """A dictionary of the store, as this worker sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    MAPPED_BYTES_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    version: _builtins.str
+    """The version that new requests get, 64 hexadecimal digits."""
+    prefix_tokens: _builtins.int
+    """Tokens that it stands for."""
+    open: _builtins.bool
+    """True where it is mapped here."""
+    requests: _builtins.int
+    """Requests that use it now, whatever their version."""
+    mapped_bytes: _builtins.int
+    """Bytes of it that are mapped."""
+    refusal: _builtins.str
+    """Why it cannot be chosen, e.g. `model.rope` differs; empty: it can."""
+    fallbacks: _builtins.int
+    """Requests that the guard sent to the exact prefix KV since the start."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        version: _builtins.str = ...,
+        prefix_tokens: _builtins.int = ...,
+        open: _builtins.bool = ...,
+        requests: _builtins.int = ...,
+        mapped_bytes: _builtins.int = ...,
+        refusal: _builtins.str = ...,
+        fallbacks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fallbacks", b"fallbacks", "mapped_bytes", b"mapped_bytes", "name", b"name", "open", b"open", "prefix_tokens", b"prefix_tokens", "refusal", b"refusal", "requests", b"requests", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixStatus: _TypeAlias = PrefixStatus  # noqa: Y015
+
+@_typing.final
+class EmbedRequest(_message.Message):
+    """Asks for the vectors of some texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Chosen by the caller, for logs and traces."""
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EmbedInput]:
+        """The texts, as token ids; 1 to 64."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        inputs: _abc.Iterable[Global___EmbedInput] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
+
+@_typing.final
+class EmbedInput(_message.Message):
+    """One text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its token ids, at least one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedInput: _TypeAlias = EmbedInput  # noqa: Y015
+
+@_typing.final
+class EmbedResponse(_message.Message):
+    """The vectors."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
+        """One for each input, in their order."""
+
+    def __init__(
+        self,
+        *,
+        embeddings: _abc.Iterable[Global___Embedding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
+
+@_typing.final
+class Embedding(_message.Message):
+    """A vector of length 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """float32, little-endian, embedding_dim of them."""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Embedding: _TypeAlias = Embedding  # noqa: Y015
+
+@_typing.final
+class WatchBlocksRequest(_message.Message):
+    """Asks for the blocks of the prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksRequest: _TypeAlias = WatchBlocksRequest  # noqa: Y015
+
+@_typing.final
+class WatchBlocksResponse(_message.Message):
+    """A change of the prefix cache. The first messages hold what is there already; `snapshot_complete` ends them. Of one message
+    `cleared` comes first, then `removed`, then `stored`. An empty message is a sign of life: one comes at least every 3 s. A
+    watcher that does not keep up is told `cleared` and then everything anew. UNAVAILABLE once the worker drains.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    CLEARED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    cleared: _builtins.bool
+    """Everything that was told before is gone; comes before what else this message holds."""
+    snapshot_complete: _builtins.bool
+    """True in the message that ends the snapshot."""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedBlock]:
+        """Blocks that are there now. A block's parent was told before it, or stands before it here."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Names of blocks that are there no more."""
+
+    def __init__(
+        self,
+        *,
+        stored: _abc.Iterable[Global___CachedBlock] | None = ...,
+        removed: _abc.Iterable[_builtins.bytes] | None = ...,
+        cleared: _builtins.bool = ...,
+        snapshot_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cleared", b"cleared", "removed", b"removed", "snapshot_complete", b"snapshot_complete", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchBlocksResponse: _TypeAlias = WatchBlocksResponse  # noqa: Y015
+
+@_typing.final
+class CachedBlock(_message.Message):
+    """One block of the prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """Name of the block, from the worker, at most 32 bytes; the same content has the same name."""
+    parent: _builtins.bytes
+    """Name of the block before it; empty: it begins a sequence."""
+    cache_salt: _builtins.str
+    """The salt of the request that made it."""
+    memory: _builtins.str
+    """The memories that it was made with: `NAME@VERSION` of an Engram memory, `prefix:NAME@VERSION` of a long prefix by its dictionary,
+    `prefix-kv:NAME@VERSION` of one by its exact KV; a space between two; empty: none.
+    """
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Its tokens, `block_tokens` of them."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        parent: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        memory: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "memory", b"memory", "name", b"name", "parent", b"parent", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedBlock: _TypeAlias = CachedBlock  # noqa: Y015
 
 @_typing.final
 class EngramModelStatus(_message.Message):

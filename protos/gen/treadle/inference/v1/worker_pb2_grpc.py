@@ -44,6 +44,16 @@ class WorkerServiceStub:
                 request_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/treadle.inference.v1.WorkerService/Embed',
+                request_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.WatchBlocks = channel.unary_stream(
+                '/treadle.inference.v1.WorkerService/WatchBlocks',
+                request_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+                response_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksResponse.FromString,
+                _registered_method=True)
         self.Status = channel.unary_unary(
                 '/treadle.inference.v1.WorkerService/Status',
                 request_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.StatusRequest.SerializeToString,
@@ -66,6 +76,20 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Vectors of texts, where the engine can: FAILED_PRECONDITION where it cannot (`embedding_dim` of the status is 0).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchBlocks(self, request, context):
+        """Which blocks of tokens lie in the prefix cache: first all that are there, then what changes. For exact prefix-aware routing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Status(self, request, context):
         """What runs here and how it is doing.
         """
@@ -80,6 +104,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateRequest.FromString,
                     response_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedRequest.FromString,
+                    response_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedResponse.SerializeToString,
+            ),
+            'WatchBlocks': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchBlocks,
+                    request_deserializer=treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksRequest.FromString,
+                    response_serializer=treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksResponse.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -119,6 +153,60 @@ class WorkerService:
             '/treadle.inference.v1.WorkerService/Generate',
             treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateRequest.SerializeToString,
             treadle_dot_inference_dot_v1_dot_worker__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.inference.v1.WorkerService/Embed',
+            treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedRequest.SerializeToString,
+            treadle_dot_inference_dot_v1_dot_worker__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/treadle.inference.v1.WorkerService/WatchBlocks',
+            treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksRequest.SerializeToString,
+            treadle_dot_inference_dot_v1_dot_worker__pb2.WatchBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class WorkerServiceStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]
     """Generates after a prompt. Cancelling the call stops the generation before its next step."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]
+    """Vectors of texts, where the engine can: FAILED_PRECONDITION where it cannot (`embedding_dim` of the status is 0)."""
+    WatchBlocks: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.WatchBlocksResponse]
+    """Which blocks of tokens lie in the prefix cache: first all that are there, then what changes. For exact prefix-aware routing."""
     Status: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]
     """What runs here and how it is doing."""
 
@@ -55,6 +59,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_worker_pb2.GenerateRequest, _worker_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates after a prompt. Cancelling the call stops the generation before its next step."""
+    Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedRequest, _worker_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Vectors of texts, where the engine can: FAILED_PRECONDITION where it cannot (`embedding_dim` of the status is 0)."""
+    WatchBlocks: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchBlocksRequest, _worker_pb2.WatchBlocksResponse]  # type: ignore[assignment]
+    """Which blocks of tokens lie in the prefix cache: first all that are there, then what changes. For exact prefix-aware routing."""
     Status: _aio.UnaryUnaryMultiCallable[_worker_pb2.StatusRequest, _worker_pb2.StatusResponse]  # type: ignore[assignment]
     """What runs here and how it is doing."""
 
@@ -73,6 +81,22 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.GenerateResponse], _abc.AsyncIterator[_worker_pb2.GenerateResponse]]:
         """Generates after a prompt. Cancelling the call stops the generation before its next step."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _worker_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.EmbedResponse, _abc.Awaitable[_worker_pb2.EmbedResponse]]:
+        """Vectors of texts, where the engine can: FAILED_PRECONDITION where it cannot (`embedding_dim` of the status is 0)."""
+
+    @_abc_1.abstractmethod
+    def WatchBlocks(
+        self,
+        request: _worker_pb2.WatchBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_worker_pb2.WatchBlocksResponse], _abc.AsyncIterator[_worker_pb2.WatchBlocksResponse]]:
+        """Which blocks of tokens lie in the prefix cache: first all that are there, then what changes. For exact prefix-aware routing."""
 
     @_abc_1.abstractmethod
     def Status(
