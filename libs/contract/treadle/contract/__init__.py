@@ -9,6 +9,7 @@ from treadle.contract.errors import (
     FingerprintMismatch,
     InvalidArgument,
     NotFound,
+    Overtaken,
     ProtocolMismatch,
     ResourceExhausted,
     RowOutOfRange,
@@ -25,6 +26,6 @@ PROTO_VERSION = "v1.0"  # additive changes raise the second number; an SDK and a
 
 __all__ = [
     "PROTO_VERSION", "AccessDenied", "DataLoss", "Deadline", "DeadlineExceeded", "EngramModel", "Family", "Fingerprint",
-    "FingerprintMismatch", "Fusion", "InvalidArgument", "Late", "NotFound", "ProtocolMismatch", "ResourceExhausted", "RowLayout",
+    "FingerprintMismatch", "Fusion", "InvalidArgument", "Late", "NotFound", "Overtaken", "ProtocolMismatch", "ResourceExhausted", "RowLayout",
     "RowOutOfRange", "Scale", "Table", "Transport", "TransportChoice", "TreadleError", "Unavailable", "WaitPolicy", "Windows", "canonical_json", "version_of",
 ]  # fmt: skip

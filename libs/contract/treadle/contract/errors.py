@@ -8,6 +8,7 @@
     ├── ProtocolMismatch       SDK and service do not fit         FAILED_PRECONDITION
     ├── ResourceExhausted      queue, quota or room is used up    RESOURCE_EXHAUSTED
     ├── DeadlineExceeded       it could not be there in time      DEADLINE_EXCEEDED
+    ├── Overtaken              a compare-and-set that was lost    ABORTED
     ├── Unavailable            swapping, restarting or draining   UNAVAILABLE
     ├── AccessDenied           no key, or not the right one       UNAUTHENTICATED
     └── DataLoss               a checksum does not fit            DATA_LOSS
@@ -63,6 +64,10 @@ class DeadlineExceeded(TreadleError):
     def __init__(self, message: str, predicted_finish_seconds: float | None = None) -> None:
         super().__init__(message)
         self.predicted_finish_seconds = predicted_finish_seconds
+
+
+class Overtaken(TreadleError):
+    """A compare-and-set was lost: something else is there than was expected; the message names both. Read again, then decide."""
 
 
 class Unavailable(TreadleError):
