@@ -15,7 +15,10 @@
 namespace py = pybind11;
 namespace tk = treadle::kernels;
 
+void bind_decode(py::module_& module);
 void bind_dedup(py::module_& module);
+void bind_entry_states(py::module_& module);
+void bind_nearest(py::module_& module);
 void bind_prefetch(py::module_& module);
 
 namespace {
@@ -58,7 +61,6 @@ private:
     tk::HashPlanView view_;
 };
 
-constexpr int64_t DONE = -1, UNREADABLE = -2, REFUSED = -3, UNKNOWN_TOKEN = -4;
 constexpr int64_t HOLD_ROWS = 32;  // one token: too short to let go of the GIL, which a busy Python thread gives back only after 5 ms
 
 py::array borrowed(const py::object& array) { return py::reinterpret_borrow<py::array>(array); }
@@ -183,6 +185,7 @@ PYBIND11_MODULE(_native, module) {
     module.attr("UNREADABLE") = UNREADABLE;
     module.attr("REFUSED") = REFUSED;
     module.attr("UNKNOWN_TOKEN") = UNKNOWN_TOKEN;
+    module.attr("NOTHING_FOUND") = NOTHING_FOUND;
     py::class_<Plan>(module, "Plan")
         .def(py::init<int, const Array<int32_t>&, int, const Array<uint64_t>&, const Array<int64_t>&, const Array<int64_t>&, int64_t,
                       int64_t, std::optional<Array<int32_t>>, int64_t>());
@@ -195,6 +198,9 @@ PYBIND11_MODULE(_native, module) {
                exact("out"));
     module.def("crc32c", &crc32c, exact("data"), py::arg("crc"));
     module.def("flush", &flush, exact("data"));
+    bind_decode(module);
     bind_dedup(module);
+    bind_entry_states(module);
+    bind_nearest(module);
     bind_prefetch(module);
 }

@@ -10,6 +10,7 @@
 #include "../include/treadle/kernels/dedup.hpp"
 #include "../include/treadle/kernels/dequantise.hpp"
 #include "../include/treadle/kernels/lookup.hpp"
+#include "../include/treadle/kernels/nearest.hpp"
 
 using namespace treadle::kernels;
 
@@ -155,6 +156,53 @@ void compare_batches_without_repeats() {
     }
 }
 
+void compare_nearest(KeyType type, int64_t count, int64_t entries, int64_t dim, int64_t lists) {
+    const auto whole = [&](int64_t range) { return static_cast<int>(random_words() % static_cast<uint64_t>(2 * range + 1)) - static_cast<int>(range); };
+    std::vector<float> queries(static_cast<size_t>(count * dim)), list_keys(static_cast<size_t>(lists * dim));
+    for (auto& number : queries) number = static_cast<float>(whole(3));  // whole numbers: every order of summing gives the same
+    for (auto& number : list_keys) number = static_cast<float>(whole(3));
+    const int64_t word = type == KeyType::f32 ? 4 : type == KeyType::bf16 ? 2 : 1;
+    std::vector<std::byte> keys(static_cast<size_t>(entries * dim * word));
+    for (int64_t i = 0; i < entries * dim; ++i) {
+        const int number = whole(3);
+        const auto bits = std::bit_cast<uint32_t>(static_cast<float>(number));
+        const uint32_t stored = type == KeyType::f32 ? bits : type == KeyType::bf16 ? bits >> 16 : static_cast<uint32_t>(number);
+        std::memcpy(keys.data() + i * word, &stored, static_cast<size_t>(word));  // this test runs on little-endian machines
+    }
+    std::vector<uint16_t> scales(type == KeyType::int8 ? static_cast<size_t>(entries) : 0, 0x3800);  // 0.5
+    std::vector<int32_t> starts(1, 0);
+    for (int64_t list = 1; list < lists; ++list) starts.push_back(static_cast<int32_t>(random_words() % static_cast<uint64_t>(entries + 1)));
+    std::sort(starts.begin(), starts.end());
+    starts.push_back(static_cast<int32_t>(entries));
+    if (lists != 0) require(lists_fit(starts.data(), lists, entries), "lists_fit");
+    const NearestView view{type, keys.data(), scales.data(), entries, dim, list_keys.data(), starts.data(), lists, 3};
+    std::vector<uint64_t> wanted(static_cast<size_t>(lists)), ranked(wanted.size());
+    const auto found = [&](auto&& nearest_by) {
+        std::vector<int32_t> indices(static_cast<size_t>(count));
+        std::vector<float> dots(indices.size());
+        nearest_by(view, queries.data(), count, NearestWorkspace{wanted.data(), ranked.data()}, indices.data(), dots.data());
+        for (const float dot : dots) indices.push_back(std::bit_cast<int32_t>(dot));
+        return indices;
+    };
+    const std::vector<int32_t> expected = found(detail::nearest_baseline);
+    require(std::find(expected.begin(), expected.begin() + count, -1) == expected.begin() + count, "nearest_baseline");
+    require(found(nearest) == expected, "nearest");
+    if (detail::cpu_has_avx2()) require(found(detail::nearest_avx2) == expected, "nearest_avx2");
+    if (detail::cpu_has_avx512()) require(found(detail::nearest_avx512) == expected, "nearest_avx512");
+}
+
+void compare_searches() {
+    for (const KeyType type : {KeyType::f32, KeyType::bf16, KeyType::int8}) {
+        for (const int64_t dim : {1, 3, 4, 8, 16, 17, 48, 65}) {
+            for (const int64_t count : {0, 1, 2, 3, 4, 64, 67}) {
+                for (const int64_t entries : {1, 4, 23}) {
+                    for (const int64_t lists : {0, 1, 6}) compare_nearest(type, count, entries, dim, lists);
+                }
+            }
+        }
+    }
+}
+
 void compare_checksums() {
     std::vector<std::byte> data(40'000);
     for (auto& byte : data) byte = static_cast<std::byte>(random_words());
@@ -183,6 +231,7 @@ int main() {
     compare_batches_without_repeats();
     compare_checksums();
     compare_dequantised_formats();
+    compare_searches();
     std::printf("same: plain baseline%s%s%s\n", detail::cpu_has_avx2() ? " avx2" : "", detail::cpu_has_avx512() ? " avx512" : "",
                 detail::cpu_has_crc32c() ? " crc32" : "");
 }

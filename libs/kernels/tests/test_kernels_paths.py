@@ -7,14 +7,27 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).with_name("kernel_paths.cpp")
+SOURCES = ("kernel_paths.cpp", "attention_paths.cpp")  # apart, since a compiler takes its time for each
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: the copies for other CPUs stay untested")
-def test_all_copies_of_the_loops_agree_within_bounds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", SOURCES)
+def test_all_copies_of_the_loops_agree_within_bounds(source: str, tmp_path: Path) -> None:
     program = tmp_path / "kernel_paths"
     sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    build = ["g++", "-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", *sanitizers, str(SOURCE), "-o", str(program)]
+    build = [
+        "g++",
+        "-std=c++20",
+        "-O1",
+        "-g1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *sanitizers,
+        str(Path(__file__).with_name(source)),
+        "-o",
+        str(program),
+    ]
     built = subprocess.run(build, capture_output=True, text=True, timeout=200, check=False)
     if "cannot find -lasan" in built.stderr or "cannot find -lubsan" in built.stderr:
         pytest.skip("g++ without sanitizer libraries: the copies for other CPUs stay untested")

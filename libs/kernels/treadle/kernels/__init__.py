@@ -1,7 +1,8 @@
-"""Leaf kernels: n-gram hash, gather, fused lookup, reading rows as numbers, CRC32C; native where built, numpy elsewhere.
+"""Leaf kernels: n-gram hash, gather, fused lookup, rows as numbers, nearest entry and its state, CRC32C; native where built, numpy elsewhere.
 
 Owns loops over arrays, segment files (`treadle.kernels.segment`), ids without repeats and where memory lies (`.numa`).
-`quantise`, which writes rows offline, is numpy alone. No threads, no sockets, no knowledge of services.
+`quantise`, which writes rows offline, and `entry_lists`, which sorts entries for `nearest`, are numpy alone. No threads, no sockets,
+no knowledge of services.
 `TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
 """
 
@@ -11,13 +12,15 @@ import os
 from typing import TYPE_CHECKING, Literal
 
 from treadle.contract import InvalidArgument
+from treadle.kernels.entry_states_arguments import EntryArrays, FoundEntries
 from treadle.kernels.hash_plan import HashPlan
+from treadle.kernels.lists import entry_lists
 from treadle.kernels.prefetch import Calibration, calibrate_prefetch
 from treadle.kernels.quantise import quantise
 
 __all__ = [
-    "IMPLEMENTATION", "Calibration", "HashPlan", "calibrate_prefetch", "crc32c", "dequantise", "gather_rows", "lookup", "quantise",
-    "row_ids", "spread", "unique_rows",
+    "IMPLEMENTATION", "Calibration", "DecodeStep", "EntryArrays", "EntryStates", "FoundEntries", "HashPlan", "attend_keys",
+    "calibrate_prefetch", "crc32c", "dequantise", "entry_lists", "gather_rows", "lookup", "merge_states", "nearest", "quantise", "row_ids", "spread", "unique_rows",
 ]  # fmt: skip
 
 
@@ -41,6 +44,10 @@ def _chosen() -> Literal["native", "numpy"]:
 IMPLEMENTATION: Literal["native", "numpy"] = _chosen()
 
 if TYPE_CHECKING or IMPLEMENTATION == "numpy":
-    from treadle.kernels.reference import crc32c, dequantise, gather_rows, lookup, row_ids, spread, unique_rows
+    from treadle.kernels.decode_reference import DecodeStep, attend_keys
+    from treadle.kernels.entry_states_reference import EntryStates, merge_states
+    from treadle.kernels.reference import crc32c, dequantise, gather_rows, lookup, nearest, row_ids, spread, unique_rows
 else:
-    from treadle.kernels.native import crc32c, dequantise, gather_rows, lookup, row_ids, spread, unique_rows
+    from treadle.kernels.decode_native import DecodeStep, attend_keys
+    from treadle.kernels.entry_states_native import EntryStates, merge_states
+    from treadle.kernels.native import crc32c, dequantise, gather_rows, lookup, nearest, row_ids, spread, unique_rows

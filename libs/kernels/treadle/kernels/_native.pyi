@@ -1,5 +1,8 @@
 """The extension module: leaf loops behind thin bindings. Use treadle.kernels; these trust their arguments' values."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +13,8 @@ REFUSED: int
 """An argument is not what is documented; nothing was read or written."""
 UNKNOWN_TOKEN: int
 """A token id that is not dead is not below the plan's limit; nothing was read or written."""
+NOTHING_FOUND: int
+"""A query has no product that is a number; its index is -1."""
 
 class Plan:
     """A hash plan as the headers want it; keeps copies of the small arrays and a reference to the token map."""
@@ -79,3 +84,79 @@ def set_prefetch_rows(ahead: int) -> None:
 
 def time_gather(table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8], ahead: int) -> int:
     """Nanoseconds of one gather; -1: a page of the table could not be read."""
+
+def nearest(
+    queries: NDArray[np.float32],
+    keys: NDArray[Any],
+    key_scales: NDArray[np.float16] | None,
+    list_keys: NDArray[np.float32] | None,
+    list_starts: NDArray[np.int32] | None,
+    lists_probed: int,
+    index: NDArray[np.int32],
+    dot: NDArray[np.float32],
+) -> int:
+    """DONE, UNREADABLE, NOTHING_FOUND, or with `index` and `dot` untouched REFUSED. Checks its arguments itself."""
+
+class EntryStates:
+    """One layer of a dictionary; holds its arrays, and copies of list_starts, thresholds and heads_of. Raises ValueError naming an argument."""
+
+    def __init__(
+        self,
+        keys: NDArray[Any],
+        key_scales: NDArray[np.float16] | None,
+        list_keys: NDArray[np.float32] | None,
+        list_starts: NDArray[np.int32] | None,
+        lists_probed: int,
+        states: NDArray[Any],
+        state_scales: NDArray[np.float16] | None,
+        log_z: NDArray[np.float32],
+        thresholds: NDArray[np.float32],
+        heads_of: NDArray[np.int32],
+        whitening: NDArray[np.float32] | None,
+    ) -> None: ...
+    def find(
+        self,
+        queries: NDArray[np.float32],
+        rows: NDArray[np.int64] | None,
+        states: NDArray[np.float32],
+        log_z: NDArray[np.float32],
+        cosines: NDArray[np.float32],
+        outside: NDArray[np.bool_],
+    ) -> int:
+        """DONE, UNREADABLE or NOTHING_FOUND (outputs undefined), or with outputs untouched REFUSED. Checks its arguments itself."""
+
+def merge_states(
+    a: NDArray[np.float32],
+    log_z: NDArray[np.float32],
+    rows: NDArray[np.int64] | None,
+    other: NDArray[np.float32],
+    other_log_z: NDArray[np.float32],
+) -> int:
+    """DONE, or with `a` and `log_z` untouched REFUSED. Checks its arguments itself."""
+
+class DecodeStep:
+    """One step's sequences; holds their caches. Raises ValueError naming an argument."""
+
+    def __init__(
+        self, caches: Sequence[NDArray[np.float32]], lengths: NDArray[np.int64], rows: NDArray[np.int64], heads: int
+    ) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        queries: NDArray[np.float32],
+        key_values: NDArray[np.float32],
+        a: NDArray[np.float32],
+        log_z: NDArray[np.float32],
+    ) -> int:
+        """DONE, or with nothing written REFUSED. Checks its arguments itself."""
+
+def attend_keys(
+    queries: NDArray[np.float32],
+    rows: NDArray[np.int64] | None,
+    keys: NDArray[np.float32],
+    values: NDArray[np.float32],
+    biases: NDArray[np.float32],
+    a: NDArray[np.float32],
+    log_z: NDArray[np.float32],
+) -> int:
+    """DONE, or with `a` and `log_z` untouched REFUSED. Checks its arguments itself."""

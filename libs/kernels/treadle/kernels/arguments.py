@@ -158,6 +158,13 @@ def unreadable(name: str) -> DataLoss:
     )
 
 
+def not_read(names: str) -> InvalidArgument:
+    """For arrays that numpy calls equal in type and the native door does not know: an alias, a foreign byte order."""
+    return InvalidArgument(
+        f"{names}: arrays of this machine's own types expected; make them with np.ascontiguousarray(array, dtype)"
+    )
+
+
 def _described(array: object) -> str:
     if not isinstance(array, np.ndarray):
         return type(array).__name__

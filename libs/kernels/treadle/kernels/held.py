@@ -69,8 +69,14 @@ def ranges_of(text: str, rows: int) -> Ranges:
         raise DataLoss(f"the header's ranges of rows are damaged: {error}") from error
 
 
+def which_held(ids: NDArray[np.int64], held: Ranges) -> NDArray[np.bool_]:
+    """[n] bool: whether each of `ids` [n] lies in a range."""
+    edges = np.array(held, dtype=np.int64).reshape(-1)  # rows of a range lie behind an odd number of edges
+    inside: NDArray[np.bool_] = np.searchsorted(edges, ids, side="right") % 2 == 1
+    return inside
+
+
 def first_not_held(ids: NDArray[np.int64], held: Ranges) -> int | None:
     """Place of the first of `ids` [n] that lies in no range; None if all do."""
-    edges = np.array(held, dtype=np.int64).reshape(-1)  # rows of a range lie behind an odd number of edges
-    outside = np.searchsorted(edges, ids, side="right") % 2 == 0
-    return int(np.argmax(outside)) if outside.any() else None
+    inside = which_held(ids, held)
+    return None if inside.all() else int(np.argmin(inside))

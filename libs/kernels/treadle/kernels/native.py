@@ -5,17 +5,19 @@ Owns the step from checked arrays to the extension module. Docstrings with shape
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Family, InvalidArgument, ResourceExhausted, RowLayout, Windows
+from treadle.contract import Family, ResourceExhausted, RowLayout, Windows
 from treadle.kernels import _native, arguments
 from treadle.kernels.crc_reference import BytesLike, flat_bytes
 from treadle.kernels.hash_plan import HashPlan
+from treadle.kernels.nearest_arguments import check_nearest, nothing_found
 
-__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids", "spread", "unique_rows"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "nearest", "row_ids", "spread", "unique_rows"]
 
 _FAMILY = {Family.DEMO: 0, Family.DEEPSEEK_V41: 1, Family.QWEN_PLE: 2}  # the header's enum
 _VALUES = {"bf16": 0, "fp16": 1, "fp32": 2, "fp8_e4m3": 3, "u8": 4, "int4": 5, "nf4": 6}  # likewise
@@ -33,7 +35,7 @@ def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = No
     if state != _native.DONE:
         arguments.check_windows(plan, windows)
         arguments.check_tokens(plan, windows)  # finds it again and names it
-        raise _not_read("tokens, starts, lookback, dead, lookback_dead")
+        raise arguments.not_read("tokens, starts, lookback, dead, lookback_dead")
     return out
 
 
@@ -54,7 +56,7 @@ def lookup(plan: HashPlan, table: NDArray[np.uint8], windows: Windows, out: NDAr
     if state == _native.UNREADABLE:
         raise arguments.unreadable("table")
     arguments.check_lookup(plan, table, windows, out)  # finds it again and names it
-    raise _not_read("table, out and the arrays of windows")
+    raise arguments.not_read("table, out and the arrays of windows")
 
 
 def dequantise(rows: NDArray[np.uint8], layout: RowLayout, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
@@ -94,20 +96,31 @@ def spread(fetched: NDArray[np.uint8], inverse: NDArray[np.int32], out: NDArray[
     _native.spread(fetched, inverse, out)
 
 
+def nearest(
+    queries: NDArray[np.float32], keys: NDArray[Any], key_scales: NDArray[np.float16] | None = None,
+    list_keys: NDArray[np.float32] | None = None, list_starts: NDArray[np.int32] | None = None, lists_probed: int = 16,
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:  # fmt: skip
+    """The entry with the largest dot product for each query, and that product; see `nearest_reference.nearest`."""
+    shape = np.shape(queries)[:-1]
+    index, dot = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.float32)
+    state = _native.nearest(queries, keys, key_scales, list_keys, list_starts, lists_probed, index, dot)
+    if state == _native.DONE:
+        return index, dot
+    if state == _native.UNREADABLE:
+        raise arguments.unreadable("keys, key_scales, list_keys, list_starts")
+    if state == _native.NOTHING_FOUND:
+        raise nothing_found()
+    check_nearest(queries, keys, key_scales, list_keys, list_starts, lists_probed)  # names what is wrong
+    raise arguments.not_read("queries, keys, key_scales, list_keys, list_starts")
+
+
 def _gather_error(state: int, table: NDArray[np.uint8], rows: NDArray[np.int64], out: NDArray[np.uint8]) -> Exception:
     if state >= 0:
         return arguments.row_out_of_range(rows, state, table.shape[0])
     if state == _native.UNREADABLE:
         return arguments.unreadable("table")
     arguments.check_gather_shapes(table, rows, out)  # names what is wrong
-    return _not_read("table, rows, out")
-
-
-def _not_read(names: str) -> InvalidArgument:
-    """For arrays that numpy calls equal in type and the native door does not know: an alias, a foreign byte order."""
-    return InvalidArgument(
-        f"{names}: arrays of this machine's own types expected; make them with np.ascontiguousarray(array, dtype)"
-    )
+    return arguments.not_read("table, rows, out")
 
 
 def _native_plan(plan: HashPlan) -> _native.Plan:

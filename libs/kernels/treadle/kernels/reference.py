@@ -28,8 +28,9 @@ from treadle.kernels.crc_reference import crc32c
 from treadle.kernels.dedup_reference import spread, unique_rows
 from treadle.kernels.dequantise_reference import dequantise
 from treadle.kernels.hash_plan import HashPlan
+from treadle.kernels.nearest_reference import nearest
 
-__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "row_ids", "spread", "unique_rows"]
+__all__ = ["crc32c", "dequantise", "gather_rows", "lookup", "nearest", "row_ids", "spread", "unique_rows"]
 
 
 def row_ids(plan: HashPlan, windows: Windows, out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

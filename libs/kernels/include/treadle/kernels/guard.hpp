@@ -110,4 +110,22 @@ bool guarded(const void* begin, size_t bytes, F&& loop) noexcept {
     return true;
 }
 
+// Memory that may be mapped from a file.
+struct MappedBytes {
+    const void* begin;
+    size_t count;
+};
+
+// The same for `loop` that reads several spans, each of which may fail.
+template <class F>
+bool guarded_all(const MappedBytes* spans, size_t count, F&& loop) noexcept {
+    if (count == 0) {
+        loop();
+        return true;
+    }
+    bool inner = false;
+    const bool outer = guarded(spans->begin, spans->count, [&] { inner = guarded_all<F&>(spans + 1, count - 1, loop); });
+    return outer && inner;
+}
+
 }  // namespace treadle::kernels
