@@ -28,7 +28,7 @@ from treadle.contract import EngramModel, canonical_json
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound
 from treadle.nn.dequantise import dequantise
 from treadle.nn.half_linear import HalfLinear
-from treadle.nn.kv import SequenceKV
+from treadle.nn.kv import KeepsHistory
 from treadle.nn.linear import Linear
 
 SCHEMA = "treadle.engram-fusion/1"
@@ -199,7 +199,7 @@ class EngramFusion(nn.Module):
         rows: Tensor,
         live: Tensor | None = None,
         starts: Sequence[int] = (),
-        kv: Sequence[SequenceKV] = (),
+        kv: Sequence[KeepsHistory] = (),
     ) -> Tensor:
         """What is to be added to the hidden state before `layer`; call it once for each step and layer.
 
@@ -216,14 +216,16 @@ class EngramFusion(nn.Module):
         trust = gate(hidden.to(torch.float32), key, part.query_weight, part.key_weight, self.shape.form)
         return self.gated(layer, trust.unsqueeze(-1) * value, live, starts, kv).to(hidden.dtype)
 
-    def gated(self, layer: int, value: Tensor, live: Tensor | None, starts: Sequence[int], kv: Sequence[SequenceKV]) -> Tensor:
+    def gated(self, layer: int, value: Tensor, live: Tensor | None, starts: Sequence[int], kv: Sequence[KeepsHistory]) -> Tensor:
         """The delta [T, hidden] of gated values [T, hidden] fp32: tokens that are not live silenced, the convolution added."""
         part = self.part(layer)
         if live is not None:
             value = torch.where(live.unsqueeze(-1), value, 0.0)  # chosen, not multiplied: garbage may be NaN
         return value if part.conv is None else value + self._short_conv(part, layer, value, starts, kv)
 
-    def _short_conv(self, part: FusionLayer, layer: int, value: Tensor, starts: Sequence[int], kv: Sequence[SequenceKV]) -> Tensor:
+    def _short_conv(
+        self, part: FusionLayer, layer: int, value: Tensor, starts: Sequence[int], kv: Sequence[KeepsHistory]
+    ) -> Tensor:
         """SiLU of the causal depthwise convolution over each sequence; zeros stand before its first token."""
         if len(starts) != len(kv) + 1 or starts[-1] != len(value):
             raise InvalidArgument("fusion: the convolution needs the step's starts and sequences; make them with `history_widths`")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treadle.nn.dequantise import dequantise
 from treadle.nn.fusion import EngramFusion, gate
-from treadle.nn.kv import SequenceKV
+from treadle.nn.kv import KeepsHistory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class FusionGroup:
     rows: Tensor
     live: Tensor | None = None
     starts: Sequence[int] = ()
-    kv: Sequence[SequenceKV] = ()
+    kv: Sequence[KeepsHistory] = ()
 
     @property
     def tokens(self) -> slice:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -17,6 +20,16 @@ from treadle.contract.errors import InvalidArgument, ResourceExhausted
 from treadle.nn.config import ModelConfig
 
 CAPACITY_STEP = 64  # tokens; capacity grows to twice itself, at least to a multiple of this
+
+
+class KeepsHistory(Protocol):
+    """What a layer's convolution has seen of one sequence before this step, wherever it is kept; SequenceKV fits."""
+
+    def history(self, layer: int, rows: int) -> Tensor:
+        """The last `rows` vectors before this step: [rows, width] fp32, zeros where the sequence had not begun."""
+
+    def append_history(self, layer: int, vectors: Tensor) -> None:
+        """Keep the vectors of this step, [T, width]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,6 +121,11 @@ class SequenceKV:
     def values(self, layer: int) -> Tensor:
         """View [length, kv_heads, head_dim] of one layer's values, valid until the next `reserve`."""
         return self._layers[layer][1, :, : self.length].transpose(0, 1)
+
+    def as_array(self) -> NDArray[np.float32]:
+        """The fp32 buffer itself, [layers, 2, kv_heads, capacity, head_dim], valid until the next `reserve`."""
+        array: NDArray[np.float32] = self._kv.numpy()
+        return array
 
     def history(self, layer: int, rows: int) -> Tensor:
         """The last `rows` history vectors before this step: [rows, width] fp32, zeros where the sequence had not begun.

@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn.functional import embedding, rms_norm, silu
 
 from treadle.contract.errors import InvalidArgument
-from treadle.nn.attention import attention, causal_mask
 from treadle.nn.config import ModelConfig
 from treadle.nn.kv import SequenceKV
+from treadle.nn.own_keys import OwnKeys
+from treadle.nn.prefix_memory import PrefixUse
+from treadle.nn.prefix_step import PrefixCollector, PrefixStep
 from treadle.nn.rope import Angles, Rope, rotate
 from treadle.nn.weights import LayerWeights, Weights, load_weights
 
@@ -54,6 +56,10 @@ class CausalLM:
         starts: Sequence[int],
         kv: Sequence[SequenceKV],
         before_layer: BeforeLayer | None = None,
+        prefixes: Sequence[PrefixUse | None] | None = None,
+        *,
+        shared: SequenceKV | None = None,
+        collect: PrefixCollector | None = None,
     ) -> Tensor:
         """Run one step: a flat batch in which request r owns rows starts[r]:starts[r+1] and continues kv[r].
 
@@ -61,23 +67,34 @@ class CausalLM:
         starts:            R+1 rising numbers, 0 first and T last
         kv:                R different sequences; each is appended to, and left as it was if anything raises
         before_layer:      called as (layer, hidden [T, hidden]) before every layer in order; what it returns takes hidden's place
+        prefixes:          for each request the dictionary that stands for what came before it, or None; counts its lookups. The caller
+                           adds `position_offset` to the positions
+        shared:            a sequence before all requests, read and not copied, for those rows and layers that have no dictionary; the
+                           positions of the requests go on behind it
+        collect:           is told of every layer what all rows saw of `shared`, which must be there
         Returns [T, hidden]: the last hidden states after the final norm.
-        Raises InvalidArgument (shapes, ids or positions out of range), ResourceExhausted (a sequence grows beyond positions_max).
+        Raises InvalidArgument (shapes, ids or positions out of range), ResourceExhausted (a sequence grows beyond positions_max),
+        FingerprintMismatch (a dictionary made for another model).
         """
         self._check(tokens, positions, starts, kv)
+        before = None
+        if shared is not None or collect is not None or (prefixes is not None and any(prefixes)):
+            before = PrefixStep(self.config, self.rope, starts, kv, prefixes, shared, collect)
         rows = [end - start for start, end in pairwise(starts)]
         for count, sequence in zip(rows, kv, strict=True):
             sequence.reserve(sequence.length + count)
-        masks = [_mask(count, sequence.length) for count, sequence in zip(rows, kv, strict=True)]
+        own = OwnKeys(self.config, starts, kv, self.dtype)
         angles = self.rope.angles(positions)
         hidden = embedding(tokens, self.weights.embedding)
         for index, layer in enumerate(self.weights.layers):
             if before_layer is not None:
                 hidden = before_layer(index, hidden)
-            hidden = hidden + self._attend(index, layer, hidden, angles, rows, kv, masks)
+            hidden = hidden + self._attend(index, layer, hidden, angles, own, before)
             hidden = hidden + self._mlp(layer, hidden)
         for count, sequence in zip(rows, kv, strict=True):
             sequence.advance(count)
+        if before is not None:
+            before.finish()
         return self._norm(hidden, self.weights.norm)
 
     @torch.inference_mode()
@@ -86,23 +103,21 @@ class CausalLM:
         return self.weights.head(hidden).to(torch.float32)
 
     def _attend(
-        self, index: int, layer: LayerWeights, hidden: Tensor, angles: Angles, rows: list[int], kv: Sequence[SequenceKV],
-        masks: Sequence[Tensor | None],
-    ) -> Tensor:  # fmt: skip
+        self, index: int, layer: LayerWeights, hidden: Tensor, angles: Angles, own: OwnKeys, before: PrefixStep | None
+    ) -> Tensor:
         config = self.config
         qkv = layer.qkv(self._norm(hidden, layer.input_norm)).view(len(hidden), -1, config.head_dim)
         query_key, value = torch.split(qkv, [config.heads + config.kv_heads, config.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = torch.split(query_key, [config.heads, config.kv_heads], dim=1)
             query_key = torch.cat((self._norm(query, layer.q_norm), self._norm(key, layer.k_norm)), dim=1)
-        query, key = torch.split(rotate(query_key, angles), [config.heads, config.kv_heads], dim=1)
+        rotated, key = torch.split(rotate(query_key, angles), [config.heads, config.kv_heads], dim=1)
         key_value = torch.stack((key, value), dim=1)  # [T, 2, kv_heads, head_dim], as a sequence keeps them
-        out = [
-            attention(q, *sequence.append(index, new), mask)
-            for q, new, sequence, mask in zip(torch.split(query, rows), torch.split(key_value, rows), kv, masks, strict=True)
-            if len(q)
-        ]
-        return layer.output(torch.cat(out).view(len(hidden), -1))
+        if before is None:
+            out, _ = own.attend(index, rotated, key_value, ())
+        else:
+            out = before.attend(index, query_key[:, : config.heads], rotated, key_value, own)
+        return layer.output(out.to(hidden.dtype).view(len(hidden), -1))
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
         gate, up = layer.gate_up(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
@@ -131,8 +146,3 @@ class CausalLM:
             raise InvalidArgument(f"tokens: ids are 0 to {self.config.vocab - 1}, got {int(tokens.min())} to {int(tokens.max())}")
         if int(positions.min()) < 0 or int(positions.max()) >= self.config.positions_max:
             raise InvalidArgument(f"positions: 0 to {self.config.positions_max - 1}, got up to {int(positions.max())}")
-
-
-def _mask(rows: int, before: int) -> Tensor | None:
-    """The mask of a chunk that continues a sequence, made once for all layers; the other cases need none."""
-    return causal_mask(rows, before + rows) if rows > 1 and before else None

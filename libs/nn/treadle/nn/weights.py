@@ -118,7 +118,7 @@ def opened(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Iter
     """The tensors of a folder, its files open until the end. Raises NotFound, DataLoss."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for path in _weight_files(folder):
+        for path in weight_files(folder):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
@@ -130,13 +130,14 @@ def opened(folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Iter
 def weights_digest(folder: Path) -> str:
     """sha256 over the names and bytes of the weight files of a folder: which model it is. Raises NotFound, DataLoss."""
     digest = hashlib.sha256()
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the weights of a folder, in one order. Raises NotFound where there are none, DataLoss for a torn index."""
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
