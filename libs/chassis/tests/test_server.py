@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from treadle.chassis.server import FAILED
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
@@ -42,6 +43,12 @@ class Servicer(pb_grpc.EngramPoolServiceServicer):
     async def Gather(self, request, context):
         yield pb.GatherResponse(data=b"x")
         raise errors.DataLoss("torn")
+    async def Lookup(self, request, context):
+        await context.write(pb.LookupResponse())
+        raise errors.DataLoss("torn")
+    async def PromoteModel(self, request, context):
+        failed.set()
+        return pb.PromoteModelResponse()
     async def WatchModels(self, request, context):
         yield pb.WatchModelsResponse()
         await asyncio.sleep(60)
@@ -53,7 +60,11 @@ def register(server):
 settings = load_settings(ServerSettings, "TEST", "testservice")
 log.configure(settings.log_level, settings.log_format)
 async def main():
-    return await run_service("test", settings, register, area="engram", status=CONTRACT_STATUS, registry=CollectorRegistry(), build_version="1")
+    global failed
+    failed = asyncio.Event()
+    return await run_service(
+        "test", settings, register, area="engram", status=CONTRACT_STATUS, registry=CollectorRegistry(), build_version="1", failed=failed,
+    )
 try:
     sys.exit(asyncio.run(main()))
 except WrongSetting as error:
@@ -97,6 +108,12 @@ def details(error: grpc.RpcError) -> dict[str, str]:
     return {key: str(value) for key, value in metadata}
 
 
+def test_a_service_that_can_answer_no_more_drains_and_says_so_with_its_exit_code(service: Running) -> None:
+    service.stub.PromoteModel(pb.PromoteModelRequest(), timeout=5)
+    assert service.process.wait(timeout=20) == FAILED == 3
+    assert service.stop()[0] == 3
+
+
 def test_the_ready_line_names_the_real_addresses_and_the_service_is_healthy(service: Running) -> None:
     assert service.ready["pid"] == service.process.pid
     assert not service.ready["listen"].endswith(":0")
@@ -117,6 +134,12 @@ def test_domain_errors_become_their_codes_with_details(service: Running) -> None
     assert details(error)["treadle-retry-after-seconds"] == "2.5"
     error = failure(lambda: list(service.stub.Gather(pb.GatherRequest(), timeout=5)))
     assert error.code() is grpc.StatusCode.DATA_LOSS
+
+
+def test_a_handler_may_write_its_messages_itself(service: Running) -> None:
+    answers = service.stub.Lookup(pb.LookupRequest(), timeout=5)
+    assert next(answers) == pb.LookupResponse()
+    assert failure(lambda: next(answers)).code() is grpc.StatusCode.DATA_LOSS
 
 
 def test_a_long_error_still_arrives_as_what_it_is(service: Running) -> None:
@@ -148,6 +171,35 @@ def test_a_stop_ends_streams_that_would_go_on_for_ever(service: Running) -> None
     assert failure(lambda: list(stream)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     service.process.communicate(timeout=20)
     assert service.process.returncode == 0
+
+
+def test_after_a_signal_what_comes_late_is_served_for_a_while_and_the_health_says_no() -> None:
+    running = Running("--drain-seconds", "30", "--drain-grace-seconds", "1.5")
+    health = health_pb2_grpc.HealthStub(running.channel)
+    watch = iter(health.Watch(health_pb2.HealthCheckRequest(), timeout=20))
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    running.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert running.stub.Status(pb.StatusRequest(), timeout=5).build_version == "1"
+    watch.cancel()
+    running.process.communicate(timeout=20)
+    assert running.process.returncode == 0
+
+
+@pytest.mark.parametrize("grace", ["0", "600"])
+def test_a_second_signal_ends_a_drain_at_once(grace: str) -> None:
+    running = Running("--drain-seconds", "600", "--drain-grace-seconds", grace)
+    stream = running.stub.WatchModels(pb.WatchModelsRequest(), timeout=60)
+    next(iter(stream))
+    watch = iter(health_pb2_grpc.HealthStub(running.channel).Watch(health_pb2.HealthCheckRequest(), timeout=20))
+    next(watch)
+    running.process.send_signal(signal.SIGTERM)
+    assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    running.process.send_signal(signal.SIGTERM)
+    assert failure(lambda: list(stream)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    _, logged = running.process.communicate(timeout=20)
+    assert running.process.returncode == 0
+    assert "told again" in logged
 
 
 def test_calls_without_the_key_are_refused(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ CONTRACT_STATUS: dict[type[Exception], grpc.StatusCode] = {
     errors.ProtocolMismatch: grpc.StatusCode.FAILED_PRECONDITION,  # update one side
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,  # slow down, or make room
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,  # too late
+    errors.Overtaken: grpc.StatusCode.ABORTED,  # read again, then decide
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,  # retry soon, with backoff
     errors.AccessDenied: grpc.StatusCode.UNAUTHENTICATED,  # no key, or not the right one
     errors.DataLoss: grpc.StatusCode.DATA_LOSS,  # corrupt: never served

@@ -9,14 +9,19 @@ import hmac
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
 import grpc.aio
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from treadle.chassis.bug_report import bug_report
 from treadle.chassis.errors import status_of, trailing_details
+from treadle.chassis.keys import key_digest
+from treadle.chassis.tracing import annotate, server_span
 from treadle.contract.errors import AccessDenied, ResourceExhausted
+from treadle.contract.trace import TRACEPARENT, TRACESTATE, parse_trace
 
 log = logging.getLogger("treadle.rpc")
 _OPEN = ("/grpc.health.v1.Health/",)  # probes carry no key
@@ -38,15 +43,19 @@ class RpcMetrics:
 class CallGuard(grpc.aio.ServerInterceptor):
     """Checks the key, bounds calls in progress, turns exceptions into statuses by `status`, and counts.
 
-    key_digests: sha256 of more keys that callers may show; without keys and digests nobody is asked for one
+    keys:          as a file holds them, see chassis.keys
+    key_digests:   sha256 of more keys that callers may show; without keys and digests nobody is asked for one
+    words_in_logs: whether the log of a bug may hold the error's own words; not where these may be somebody's text
+    begins_traces: a call without a trace context begins a trace; else it belongs to none
     """
 
     def __init__(
         self, *, status: Mapping[type[Exception], grpc.StatusCode], keys: frozenset[str], calls_max: int, metrics: RpcMetrics,
-        key_digests: frozenset[bytes] = frozenset(),
+        key_digests: frozenset[bytes] = frozenset(), begins_traces: bool = False, words_in_logs: bool = True,
     ) -> None:  # fmt: skip
+        self.begins_traces, self.words_in_logs = begins_traces, words_in_logs
         self._status, self._calls_max, self._metrics = status, calls_max, metrics
-        self._digests = key_digests | {hashlib.sha256(key.encode()).digest() for key in keys}
+        self._digests = key_digests | {key_digest(key) for key in keys}
         self._calls = 0
 
     async def intercept_service(
@@ -83,13 +92,18 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return answer
 
     def _streaming(
-        self, method: str, inner: Callable[..., AsyncGenerator[Any, None]], refusal: Exception | None
+        self, method: str, inner: Callable[..., AsyncGenerator[Any, None] | Awaitable[None]], refusal: Exception | None
     ) -> Callable[..., AsyncIterator[Any]]:
         async def answer(request: Any, context: Context) -> AsyncIterator[Any]:
-            # Closed here and now when the caller leaves, not when the garbage collector comes by.
-            async with _Call(self, method, context, refusal), contextlib.aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    yield response
+            async with _Call(self, method, context, refusal):
+                responses = inner(request, context)
+                if isinstance(responses, Awaitable):
+                    await responses  # it has written them to the context itself
+                    return
+                # Closed here and now when the caller leaves, not when the garbage collector comes by.
+                async with contextlib.aclosing(responses):
+                    async for response in responses:
+                        yield response
 
         return answer
 
@@ -100,9 +114,13 @@ class _Call:
     def __init__(self, guard: CallGuard, method: str, context: Context, refusal: Exception | None) -> None:
         self._guard, self._method, self._context, self._refusal = guard, method, context, refusal
         self._begun = time.monotonic()
+        self._span = ExitStack()
 
     async def __aenter__(self) -> None:
         guard = self._guard
+        shown = {name: value for name, value in self._context.invocation_metadata() or () if isinstance(value, str)}
+        parent = parse_trace(shown.get(TRACEPARENT), shown.get(TRACESTATE))
+        self._span.enter_context(server_span(self._method.removeprefix("/"), parent, begins=guard.begins_traces))
         full = guard._calls >= guard._calls_max
         guard._calls += 1
         try:
@@ -120,10 +138,16 @@ class _Call:
         code = self._code(error)
         guard._metrics.calls.labels(self._method, code.name).inc()
         guard._metrics.seconds.labels(self._method).observe(time.monotonic() - self._begun)
+        annotate({"rpc.system": "grpc", "rpc.grpc.status_code": code.value[0]})
+        failed = error if isinstance(error, Exception) else None
+        self._span.__exit__(type(failed) if failed else None, failed, failed.__traceback__ if failed else None)
         if error is None or isinstance(error, (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError)):
             return
         if code is grpc.StatusCode.INTERNAL:
-            log.error("bug in a call", extra={"method": self._method}, exc_info=error)
+            if guard.words_in_logs:
+                log.error("bug in a call", extra={"method": self._method}, exc_info=error)
+            else:
+                log.error("bug in a call", extra={"method": self._method, "bug": bug_report(error)})
             await self._context.abort(code, "internal error; the service's log has the details")
         assert isinstance(error, Exception)
         await self._context.abort(code, _short(str(error)), trailing_details(error))

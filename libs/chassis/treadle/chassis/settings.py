@@ -54,10 +54,14 @@ class ServerSettings:
     """PEM roots that vouch for callers: each shows a certificate of theirs, probes too. With tls_cert_file."""
     drain_seconds: float = 10.0
     """Longest time for calls in progress to end after SIGTERM."""
+    drain_grace_seconds: float = 0.0
+    """So long of that the service says that it stops and still takes what comes late."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "text"
     """text or json."""
+    otlp_endpoint: str = ""
+    """URL of an OTLP/HTTP collector for spans, e.g. http://127.0.0.1:4318/v1/traces; needs the extra `tracing`. None: no spans."""
     calls_max: int = 1024
     """Most calls in progress at once; more are refused with RESOURCE_EXHAUSTED."""
 
@@ -70,8 +74,10 @@ class ServerSettings:
             raise WrongSetting(f"log_level: debug, info, warning or error, got {self.log_level!r}")
         if self.log_format not in ("text", "json"):
             raise WrongSetting(f"log_format: text or json, got {self.log_format!r}")
-        if self.drain_seconds < 0 or self.calls_max < 1:
-            raise WrongSetting("drain_seconds is >= 0 and calls_max >= 1")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise WrongSetting(f"otlp_endpoint: a URL, http:// or https://, got {self.otlp_endpoint!r}")
+        if self.drain_seconds < 0 or self.drain_grace_seconds < 0 or self.calls_max < 1:
+            raise WrongSetting("drain_seconds and drain_grace_seconds are >= 0 and calls_max >= 1")
         self.check_callers("listen", self.listen, by_certificate=self.tls_client_root_file is not None)
         metrics_host, _ = split_address(self.metrics_listen)
         if not is_loopback(metrics_host) and not self.metrics_public:
