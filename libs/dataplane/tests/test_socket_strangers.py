@@ -27,7 +27,6 @@ pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native e
 HEADER = struct.Struct("<IHHQQqqQQIi32s32s32s")
 MODEL, PLANS, KEY, SECONDS = model_of(), plans_of(model_of()), "a key", 10.0
 GATHER, PING, FAULT, FORBIDDEN, REFUSED = 1, 3, 17, 8, 6
-STRANGERS_MAX = 16
 TABLE = {layer: rows_of(np.arange(MODEL.table(layer).rows, dtype=np.int64), layer) for layer in MODEL.layers}
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, Unavailable, Windows
+from treadle.contract import Deadline, InvalidArgument, ResourceExhausted, RowOutOfRange, Unavailable, Windows
 from treadle.contract.policy import WAIT_SECONDS_MAX
 from treadle.dataplane import admission as rule
 from treadle.dataplane import fallback
@@ -130,6 +130,23 @@ class DeadlineQueue:
         Raises the errors of `treadle.kernels.gather_rows` with `out` untouched, and what `submit_lookup` raises beside its own.
         """
         check_gather(table, rows, out)
+        return self._submit_gather(table, rows, out, deadline, tenant)
+
+    def submit_hint(self, store: Any, rows: NDArray[np.int64]) -> Ticket:
+        """Bring rows of a native store (RowStore) near while nothing with a deadline waits; returns at once.
+
+        rows: [n] int64, held by the store; they are read into memory of the ticket's own, which nobody looks at. Off nobody's quota.
+        Raises RowOutOfRange, ResourceExhausted where as many hints as fit are queued, Unavailable for a `python` queue or a closed one.
+        """
+        self.native_engine()
+        if rows.size and rows.view(np.uint64).max() >= store.row_count:
+            raise RowOutOfRange(f"rows: 0 to {store.row_count - 1} expected, got {int(rows.min())} to {int(rows.max())}")
+        out = np.empty((rows.size, store.row_bytes), dtype=np.uint8)
+        return self._submit_gather(store, rows, out, Deadline.never(), NOBODY)
+
+    def _submit_gather(
+        self, table: NDArray[np.uint8] | Any, rows: NDArray[np.int64], out: NDArray[np.uint8], deadline: Deadline, tenant: int
+    ) -> Ticket:
         deadline_ns, engine = _checked_ns(deadline), self._open_engine()
         return self._ticket(engine.submit_gather(table, rows, out, deadline_ns, self._index(tenant)), deadline, out)
 
