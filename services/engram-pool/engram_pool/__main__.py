@@ -57,6 +57,7 @@ async def serve(settings: Settings) -> int:
         background = [
             asyncio.create_task(parts.pool.reap_forever(settings.reap_interval_seconds)),
             asyncio.create_task(parts.scrubber.run_forever()),
+            asyncio.create_task(parts.hinting.run_forever()),
             asyncio.create_task(
                 calibrate_when_warm(
                     parts.pool, compute, parts.doors.stores.measure_memory if isinstance(parts.doors, NativeDoors) else None

@@ -13,7 +13,7 @@ from engram_pool.adapters.native_doors import NativeDoors
 from engram_pool.adapters.peer_pools import read_key
 from engram_pool.adapters.ring_metrics import RingMetrics
 from engram_pool.adapters.row_stores import RowStores
-from engram_pool.adapters.segment_folder import make_ours
+from engram_pool.adapters.segment_folder import make_segment_dir
 from engram_pool.adapters.tenants_file import read_tenants
 from engram_pool.adapters.upstream_versions import UpstreamVersions
 from engram_pool.agent_server import AgentServer, register_agent
@@ -46,7 +46,7 @@ async def serve_agent(settings: Settings, registry: CollectorRegistry, build_ver
         for address in settings.upstream_list
     ]
     tenants = read_tenants(settings.tenants_file, read_keys(settings))
-    make_ours(settings.segment_dir.absolute())
+    make_segment_dir(settings.segment_dir.absolute())
     doors = NativeDoors(
         workers=min(THREADS_MAX, THREADS_TIMES * settings.door_threads), tickets_max=settings.door_requests_max, piece_rows=PIECE_ROWS, piece_seconds=PIECE_SECONDS,
         tenants=tenants, stores=RowStores.remote(settings.hot_rows_bytes),

@@ -5,6 +5,8 @@ Loading, removing and verifying are for the pools that hold the tables: refused 
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -19,6 +21,8 @@ from treadle.contract.owners import Door
 from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 
+log = logging.getLogger("engram_pool")
+HINT_SECONDS_MAX = 1.0  # for an upstream pool to take a hint
 STREAM_SECONDS_MAX = 24 * 3600.0  # of holds and watches, as the SDK's own
 
 
@@ -73,6 +77,11 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
         async for answer in self._stream(lambda stub, options: stub.Lookup(request, **options)):
             yield answer
 
+    async def HintTokens(self, request: pb.HintTokensRequest, context: Any) -> pb.HintTokensResponse:  # noqa: N802
+        """Passed on to every upstream pool: each brings near what it holds. The most that one of them takes."""
+        told = await asyncio.gather(*map(self._hint, self._endpoints, self._channels, [request] * len(self._channels)))
+        return pb.HintTokensResponse(tokens_taken=max(told))
+
     async def ReadFusion(self, request: pb.ReadFusionRequest, context: Any) -> AsyncIterator[pb.ReadFusionResponse]:  # noqa: N802
         """Fusion weights from upstream."""
         async for answer in self._stream(lambda stub, options: stub.ReadFusion(request, **options)):
@@ -122,6 +131,15 @@ class AgentServer(pb_grpc.EngramPoolServiceServicer):
 
     def _own_doors(self) -> list[pb.Door]:
         return [pb.Door(transport=door.transport, address=door.address) for door in self._doors()]
+
+    async def _hint(self, endpoint: Endpoint, channel: grpc.aio.Channel, request: pb.HintTokensRequest) -> int:
+        stub: Any = pb_grpc.EngramPoolServiceStub(channel)
+        try:
+            answer = await stub.HintTokens(request, timeout=HINT_SECONDS_MAX, metadata=endpoint.metadata)
+        except grpc.aio.AioRpcError as error:  # a hint that is lost costs nothing but time later
+            log.debug("no hint", extra={"pool": endpoint.address, "reason": error.details()})
+            return 0
+        return int(answer.tokens_taken)
 
     async def _ask(self, call: Callable[[Any, dict[str, Any]], Awaitable[Any]]) -> Any:
         for place, (endpoint, channel) in enumerate(zip(self._endpoints, self._channels, strict=True)):

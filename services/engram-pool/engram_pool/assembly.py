@@ -30,6 +30,7 @@ from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
+from engram_pool.domain.hinting import Hinting
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.ports import Doors
@@ -65,6 +66,7 @@ class Parts:
     membership: Membership
     doors: Doors
     bandwidth: Bandwidth
+    hinting: Hinting
 
     def listen(self, settings: Settings) -> None:
         """Open the native doors, once versions are there to be found."""
@@ -99,6 +101,7 @@ def put_together(settings: Settings, registry: CollectorRegistry, compute: Compu
     )  # fmt: skip
     loader = _loader(settings, pool, store, compute, meters)
     gathering = Gathering(pool, compute, meters, calls_max=settings.gathers_max, tenants=tenants, bandwidth=bandwidth)
+    hinting = Hinting(pool, compute, doors, meters, tokens_max=settings.hint_tokens_max, tenants=len(tenants.limits))
     scrubber = Scrubber(pool, compute, meters, bytes_per_second=settings.scrub_bytes_per_second, busy=lambda: gathering.busy)
     directory = Directory(settings.owner, lasting=tuple(settings.owner_endpoints), watchers_max=settings.owner_watchers_max)
     meters.observe(pool)
@@ -110,10 +113,10 @@ def put_together(settings: Settings, registry: CollectorRegistry, compute: Compu
     DoorMetrics(registry, doors)
     server = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
-        reserving=Reserving(bandwidth, compute), tenants=tenants, segment_dir=store.folder,
+        reserving=Reserving(bandwidth, compute), tenants=tenants, hinting=hinting, segment_dir=store.folder,
         gather_seconds_max=settings.gather_seconds_max, build_version=build_version(),
     )  # fmt: skip
-    return Parts(pool, server, scrubber, Membership(settings, pool, directory), doors, bandwidth)
+    return Parts(pool, server, scrubber, Membership(settings, pool, directory), doors, bandwidth, hinting)
 
 
 def _loader(settings: Settings, pool: Pool, store: SegmentFolder, compute: Compute, meters: PrometheusMeters) -> Loader:

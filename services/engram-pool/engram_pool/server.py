@@ -12,11 +12,13 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import PIECE_BYTES, Gathering
 from engram_pool.domain.held_rows import Share
+from engram_pool.domain.hinting import Hinting
 from engram_pool.domain.loading import Loader, LoadOrder
 from engram_pool.domain.origins import CheckpointOrder, GrownOrder, PeerOrder, RandomOrder, Source, StoreOrder
 from engram_pool.domain.pool import Pool
@@ -50,12 +52,12 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
 
     def __init__(
         self, pool: Pool, loader: Loader, gathering: Gathering, fusion: FusionReading, tables: TableReading, scrubber: Scrubber,
-        directory: Directory, *, reserving: Reserving, tenants: Tenants, segment_dir: Path, gather_seconds_max: float, build_version: str,
+        directory: Directory, *, reserving: Reserving, tenants: Tenants, hinting: Hinting, segment_dir: Path, gather_seconds_max: float, build_version: str,
     ) -> None:  # fmt: skip
         self._directory = directory
         self._pool, self._loader, self._gathering, self._fusion = pool, loader, gathering, fusion
         self._tables, self._scrubber = tables, scrubber
-        self._reserving, self._tenants = reserving, tenants
+        self._reserving, self._tenants, self._hinting = reserving, tenants, hinting
         self._segment_dir, self._gather_seconds_max, self._build_version = segment_dir, gather_seconds_max, build_version
 
     async def LoadTable(self, request: pb.LoadTableRequest, context: Context) -> AsyncIterator[pb.LoadTableResponse]:  # noqa: N802
@@ -122,6 +124,12 @@ class EngramPoolServer(pb_grpc.EngramPoolServiceServicer):
         async with _bounded(deadline), aclosing(pieces):
             async for layer, piece in pieces:
                 yield pb.LookupResponse(layer=layer, data=piece)
+
+    async def HintTokens(self, request: pb.HintTokensRequest, context: Context) -> pb.HintTokensResponse:  # noqa: N802
+        """Rows of these tokens will be looked up."""
+        tokens = np.fromiter(request.token_ids, dtype=np.int64, count=len(request.token_ids))
+        taken = self._hinting.hint(request.ref.model, request.ref.version, tokens, self._tenant(context))
+        return pb.HintTokensResponse(tokens_taken=taken)
 
     async def WatchModels(self, request: pb.WatchModelsRequest, context: Context) -> AsyncIterator[pb.WatchModelsResponse]:  # noqa: N802
         """The list now and after each change."""

@@ -96,6 +96,8 @@ class Settings(ServerSettings):
     """Most versions of a model kept beside the current one by loads that keep the previous; beyond it the oldest go."""
     gathers_max: int = 64
     """Most Gather and Lookup calls at once; more are refused with RESOURCE_EXHAUSTED."""
+    hint_tokens_max: int = 1 << 18
+    """Most tokens told by HintTokens that wait to be brought near, of all tenants together; 0: hints are not taken."""
     gather_seconds_max: float = 30.0
     """Longest time a Gather or Lookup may take, whatever deadline its caller names."""
     watchers_max: int = 64
@@ -211,6 +213,8 @@ class Settings(ServerSettings):
             raise WrongSetting(f"versions_kept_max is 0 to 64, got {self.versions_kept_max}")
         if self.gathers_max < 1 or self.watchers_max < 1 or self.holds_max < 1 or self.compute_threads < 2:
             raise WrongSetting("gathers_max, watchers_max and holds_max are >= 1, compute_threads is >= 2")
+        if not 0 <= self.hint_tokens_max <= 1 << 24:
+            raise WrongSetting(f"hint_tokens_max is 0 to {1 << 24}, got {self.hint_tokens_max}")
         if self.warm_bytes_per_second < 0 or self.scrub_bytes_per_second < 0:
             raise WrongSetting("warm_bytes_per_second and scrub_bytes_per_second are >= 0")
         if (self.storage is Storage.DAX) != (self.dax_device is not None):

@@ -31,6 +31,7 @@ from prometheus_client import CollectorRegistry
 from engram_pool.adapters.grown_folder import open_grown
 from engram_pool.adapters.metrics import PrometheusMeters
 from engram_pool.adapters.mooncake_rows import open_store
+from engram_pool.adapters.native_doors import NativeDoors
 from engram_pool.adapters.peer_pools import open_peer_version
 from engram_pool.adapters.safetensors_checkpoint import open_checkpoint
 from engram_pool.adapters.segment_folder import SegmentFolder
@@ -39,9 +40,10 @@ from engram_pool.domain.compute import Compute
 from engram_pool.domain.directory import Directory
 from engram_pool.domain.fusion_reading import FusionReading
 from engram_pool.domain.gathering import Gathering
+from engram_pool.domain.hinting import Hinting
 from engram_pool.domain.loading import Loader
 from engram_pool.domain.pool import Pool
-from engram_pool.domain.ports import Doors
+from engram_pool.domain.ports import Doors, Nearness, NoDoors
 from engram_pool.domain.repairing import Repairs
 from engram_pool.domain.reserving import Reserving
 from engram_pool.domain.room import LIST_BYTES_MAX
@@ -264,6 +266,7 @@ class Meters:
     left_versions: int = 0
     promotes: int = 0
     fusion_bytes: int = 0
+    hints: dict[str, int] = field(default_factory=dict)
 
     def load_ended(self, outcome: str) -> None:
         self.loads.append(outcome)
@@ -286,6 +289,9 @@ class Meters:
     def fusion_read(self, byte_count: int) -> None:
         self.fusion_bytes += byte_count
 
+    def hinted(self, outcome: str, tokens: int) -> None:
+        self.hints[outcome] = self.hints.get(outcome, 0) + tokens
+
 
 @dataclass
 class Served:
@@ -297,6 +303,7 @@ class Served:
     fabric: Fabric
     registry: CollectorRegistry
     scrubber: Scrubber
+    hinting: Hinting
 
     async def load(self, model: EngramModel, token_map: NDArray[np.int32] | None, *, seed: int = 0, keep: bool = False) -> pb.Model:
         request = pb.LoadTableRequest(manifest_json=model.to_json(), keep_previous=keep, random=pb.RandomSource(seed=seed))
@@ -346,6 +353,7 @@ async def _serve(
     holds_max: int = 8, reap_grace_seconds: float = 0.0, gather_seconds_max: float = 30.0, versions_kept_max: int = 2,
     repairs: bool = False, peers: Sequence[str] = (), scrub_bytes_per_second: int = 0,
     doors: Doors | None = None, tenants: Tenants | None = None, bandwidth: Bandwidth | None = None, key: str | None = None,
+    nearness: Nearness | None = None, hint_tokens_max: int = 1 << 18,
 ) -> AsyncIterator[Served]:  # fmt: skip
     registry, compute = CollectorRegistry(), Compute(3)
     meters, store = PrometheusMeters(registry), SegmentFolder(folder or default_folder)
@@ -367,12 +375,15 @@ async def _serve(
     meters.observe_scrubber(scrubber)
     await pool.start(checksums=checksums)
     TenantMetrics(registry, tenants, None)
+    nearness = nearness or (doors if isinstance(doors, NativeDoors) else NoDoors())
+    hinting = Hinting(pool, compute, nearness, meters, tokens_max=hint_tokens_max, tenants=len(tenants.limits))
+    hints = asyncio.create_task(hinting.run_forever())
     digests = frozenset(tenants.tokens)
     guard = CallGuard(status=STATUS, keys=frozenset(), calls_max=64, metrics=RpcMetrics(registry, "engram"), key_digests=digests)
     server = grpc.aio.server(interceptors=[guard])
     rpcs = EngramPoolServer(
         pool, loader, gathering, FusionReading(pool, compute, meters), TableReading(pool, compute), scrubber, directory,
-        reserving=Reserving(bandwidth or NoReserve(), compute), tenants=tenants, segment_dir=store.folder,
+        reserving=Reserving(bandwidth or NoReserve(), compute), tenants=tenants, hinting=hinting, segment_dir=store.folder,
         gather_seconds_max=gather_seconds_max, build_version="test",
     )  # fmt: skip
     register(server, rpcs)
@@ -381,8 +392,10 @@ async def _serve(
     try:
         async with grpc.aio.insecure_channel(address) as channel:
             with Fabric(engram=address, key=key) as fabric:
-                yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry, scrubber)
+                yield Served(address, pool, pb_grpc.EngramPoolServiceStub(channel), fabric, registry, scrubber, hinting)
     finally:
+        hints.cancel()
+        await asyncio.wait([hints])
         await directory.close()
         await pool.drain()
         await server.stop(5)

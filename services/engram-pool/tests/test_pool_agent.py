@@ -128,6 +128,16 @@ def test_hot_rows_of_a_table_that_was_repaired_are_those_of_the_repair(
                 np.testing.assert_array_equal(ring.gather(layer, IDS), right)
 
 
+def test_a_hint_reaches_the_pools_that_hold_the_tables(folder: Callable[[str], Path], ple: EngramModel, until: Until) -> None:
+    with owner(folder("owner"), "--tier", "disk") as upstream, owner(folder("gone")) as gone:
+        upstream.pool.load_random(ple)
+        with start(folder("agent"), "--upstream", f"{gone.address},{upstream.address}") as agent:
+            gone.process.kill()
+            assert agent.pool.hint_tokens("ple", list(range(100))) == 100
+            brought = 'treadle_engram_hint_tokens_total{outcome="brought"}'
+            until(lambda: upstream.metric(brought) == 100, "the owner brought the rows near")
+
+
 def test_an_owner_that_comes_late_and_one_that_moves_are_asked(
     folder: Callable[[str], Path], ple: EngramModel, until: Until, free_port: Callable[[], int]
 ) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import grpc
 import pytest
 
-from engram_pool.adapters.small_files import write_small
+from treadle.chassis.small_files import write_small
 from treadle.contract import EngramModel, ResourceExhausted
 from treadle.engram.v1 import engram_pool_pb2 as pb
 

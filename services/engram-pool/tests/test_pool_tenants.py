@@ -135,7 +135,7 @@ def test_the_file_of_the_tenants_gives_names_tokens_and_limits(tmp_path: Path) -
         ("tenants: [{name: a, token_sha256: abc}]", "64 hexadecimal"),
         (f"tenants: [{{name: a, share: 0, token_sha256: '{ZEROS}'}}]", "share"),
         ("tenants: [{name: a, colour: red}]", "colour"),
-        ("tenants: []", "at least one"),
+        ("tenants: []", "1 to 4096"),
         ("- a", "one key"),
         (f"tenants: [{{name: a, token_sha256: '{ZEROS}'}}, {{name: b, token_sha256: '{ZEROS}'}}]", "another's"),
         (f"tenants: [{{name: a, token_sha256: '{ZEROS}'}}, {{name: a, token_sha256: '{ONES}'}}]", "different names"),

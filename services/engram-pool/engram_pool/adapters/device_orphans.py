@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 
 from engram_pool.adapters.segment_places import SegmentPlaces, place_name
-from engram_pool.adapters.small_files import write_small
-from engram_pool.adapters.version_files import COMMIT_MARKER, FOLDER_MODE, LOCK_NAME
+from engram_pool.adapters.version_files import COMMIT_MARKER, LOCK_NAME
+from treadle.chassis.small_files import FOLDER_MODE, write_small
 from treadle.contract import DataLoss, TreadleError
 from treadle.contract.version import check_name
 

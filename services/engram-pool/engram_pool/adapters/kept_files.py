@@ -5,16 +5,14 @@ Each segment's header names them by sha256, so that one which is lost, torn or e
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from engram_pool.adapters.small_files import open_plain, read_small
-from engram_pool.adapters.version_locks import FILE_MODE
-from treadle.contract import DataLoss, EngramModel, ResourceExhausted
+from treadle.chassis.small_files import FILE_MODE, no_room_is_refused, open_plain, read_small
+from treadle.contract import DataLoss, EngramModel
 from treadle.contract.engram_model import CARD_BYTES_MAX
 
 FUSION_NAME, CARD_NAME = "fusion.safetensors", "card.json"
@@ -61,18 +59,13 @@ def write_kept(path: Path, pieces: Iterable[bytes]) -> str:
     """Write a new file and make it last; its sha256. Raises ResourceExhausted if there is no room."""
     digest = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            for piece in pieces:
-                digest.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fchmod(descriptor, FILE_MODE)  # whatever the umask
-            os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ResourceExhausted(f"{path}: no room for it: {error.strerror}") from error
+    with no_room_is_refused(path), os.fdopen(descriptor, "wb") as file:
+        for piece in pieces:
+            digest.update(piece)
+            file.write(piece)
+        file.flush()
+        os.fchmod(descriptor, FILE_MODE)  # whatever the umask
+        os.fsync(descriptor)
     return digest.hexdigest()
 
 

@@ -57,6 +57,17 @@ class PrometheusMeters:
             registry=registry,
         )
 
+        self._hinted = Counter(
+            "treadle_engram_hint_tokens",
+            "Tokens told before their lookups: near already, refused as full, brought near, dropped as late, failed",
+            ["outcome"],
+            registry=registry,
+        )
+
+    def hinted(self, outcome: str, tokens: int) -> None:
+        """Count tokens of hints."""
+        self._hinted.labels(outcome).inc(tokens)
+
     def scrubbed(self, outcome: str, chunks: int) -> None:
         """Count chunks checked in the background, or repaired."""
         self._scrubbed.labels(outcome).inc(chunks)

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from engram_pool.adapters.queued_hints import QueuedHint
 from engram_pool.adapters.row_stores import RowStores
-from engram_pool.domain.ports import Doors, NoDoors
+from engram_pool.domain.ports import Nearing, NoDoors
 from engram_pool.domain.storing import StoredVersion
+from treadle.contract import ResourceExhausted, Unavailable
 from treadle.contract.owners import Door
+from treadle.contract.warm_state import WarmState
 from treadle.dataplane import IMPLEMENTATION, DeadlineQueue, ServedLayer, SocketServer, Tenants, Versions
+from treadle.dataplane.dedup import memory_rows
 from treadle.dataplane.ring import RingServer
 from treadle.kernels import HashPlan
 
@@ -40,6 +46,7 @@ class NativeDoors:
         self.stores = stores or RowStores()
         self.ring: RingServer | None = None
         self._shared_caches: set[int] = set()  # descriptors that the ring hands on
+        self._stores: dict[tuple[str, int], Any] = {}  # of what is served, for hints
         self.socket: SocketServer | None = None
         self.queue = DeadlineQueue(
             workers=workers,
@@ -80,13 +87,17 @@ class NativeDoors:
         for number, segment in stored.segments.items():
             plan = HashPlan.from_model(stored.model, number, segment.token_map)
             held = None if segment.held is None else np.array(segment.held or [(0, 0)], dtype=np.int64)  # none: an empty range
-            layers.append(ServedLayer(number, plan, self.stores.store(stored.version, number, segment, held), held))
+            rows = self.stores.store(stored.version, number, segment, held)
+            self._stores[stored.version, number] = rows
+            layers.append(ServedLayer(number, plan, rows, held))
         self.versions.publish(stored.version, stored.model.fingerprint.digest, layers)
         self.share_hot_rows()
 
     def withdraw(self, stored: StoredVersion) -> None:
         """See Doors."""
         self.versions.withdraw(stored.version)
+        for layer in stored.segments:
+            self._stores.pop((stored.version, layer), None)
         self.stores.retire(stored.version, stored.segments)
 
     def read(self, stored: StoredVersion) -> bool:
@@ -101,6 +112,20 @@ class NativeDoors:
         log.warning("requests still read a version that is to go", extra={"model": stored.model.name, "version": stored.version})
         self.publish(stored)
         return False
+
+    def brings_nearer(self, stored: StoredVersion, warm: WarmState) -> bool:
+        """See Nearness: from a disk, and into pages that are not entered yet."""
+        return self.stores.on_disk or warm is not WarmState.WARM
+
+    def bring_near(self, stored: StoredVersion, layer: int, rows: NDArray[np.int64]) -> Nearing | None:
+        """See Nearness. Queued without a deadline, in pieces: a request waits for one of them at most."""
+        store = self._stores.get((stored.version, layer))
+        if store is None:
+            raise Unavailable(f"{stored.model.name} {stored.version} is not served any more")
+        try:
+            return QueuedHint(self.queue.submit_hint(memory_rows(store, None) if isinstance(store, np.ndarray) else store, rows))
+        except ResourceExhausted:
+            return None
 
     def drain(self) -> None:
         """See Doors."""
@@ -126,7 +151,7 @@ class NativeDoors:
 
 def open_native_doors(
     *, workers: int, tickets_max: int, admission: bool, tenants: Tenants, stores: Callable[[], RowStores] = RowStores
-) -> tuple[Doors, DeadlineQueue | None]:
+) -> tuple[NativeDoors | NoDoors, DeadlineQueue | None]:
     """The native doors of a pool and their queue; none, with a warning, where the extension was not built."""
     if IMPLEMENTATION != "native":
         log.warning("the native data plane was not built: rows leave this process by gRPC alone")

@@ -1,47 +1,29 @@
-"""The owners of a fabric in Redis: a key with a lease for each, a set of their names, a channel that tells of changes.
+"""The owners of a fabric in Redis, by leases: `treadle:engram:owner:NAME` for each (`treadle.chassis.leases`).
 
-`treadle:engram:owner:NAME` holds an entry and goes LEASE_SECONDS after its owner renewed it last; `treadle:engram:owners` is the
-set of names, off which every reader takes those without an entry; the channel of that name says which entry changed. All is read
-again every REREAD_SECONDS, so a lost message costs no more than that. Redis is never asked on the way to a row, and what it has
-lost its owners write again.
+Redis is never asked on the way to a row, and what it has lost its owners write again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing, suppress
-
-import redis.asyncio as redis
-from redis.exceptions import RedisError
+from contextlib import suppress
 
 from engram_pool.domain.directory import Directory
+from treadle.chassis.leases import RENEW_SECONDS, Entries, Leases
 from treadle.client.engram.owners import owner_bytes, owner_from_bytes
-from treadle.contract import InvalidArgument
+from treadle.contract import InvalidArgument, Unavailable
 from treadle.contract.placement import OWNERS_MAX
 
 log = logging.getLogger("engram_pool")
-PREFIX = "treadle:engram:owner:"
-NAMES = "treadle:engram:owners"
-LEASE_SECONDS = 4.0  # an owner that was killed is off the list this soon, if nobody noticed before
-RENEW_SECONDS = 1.0  # three renewals may fail
-REREAD_SECONDS = 1.0
-CALL_SECONDS = 1.0  # a Redis that hangs is a Redis that is down
+KIND = "engram:owner"
 
 
 class RedisDirectory:
     """Keeps `directory` and the Redis at `url` true to each other. `run` until cancelled, then `leave`, then `close`."""
 
     def __init__(self, url: str, directory: Directory) -> None:
-        self._directory, self._heard = directory, asyncio.Event()
-        try:
-            self._redis = redis.Redis.from_url(
-                url, socket_timeout=CALL_SECONDS, socket_connect_timeout=CALL_SECONDS, max_connections=8, protocol=2,
-            )  # fmt: skip
-            # A subscription waits for long; it must not end as a call that hangs does.
-            self._listener = redis.Redis.from_url(url, socket_connect_timeout=CALL_SECONDS, max_connections=2, protocol=2)
-        except (ValueError, RedisError) as error:
-            raise InvalidArgument(f"redis_url: {type(error).__name__}; redis://HOST:PORT/0 expected") from error
+        self._directory, self._leases = directory, Leases(url, KIND)
 
     async def run(self) -> None:
         """Renew this pool's lease and follow the others', until cancelled. An outage is a warning, then a stale directory."""
@@ -49,36 +31,24 @@ class RedisDirectory:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._renew())
             tasks.create_task(self._read())
-            tasks.create_task(self._listen())
+            tasks.create_task(self._leases.listen())
 
     async def leave(self) -> None:
         """Take this pool's entry out, at its end."""
-        name = self._directory.name
-        with suppress(RedisError, OSError, TimeoutError):
-            async with asyncio.timeout(CALL_SECONDS), self._redis.pipeline(transaction=True) as pipe:
-                pipe.delete(PREFIX + name)
-                pipe.srem(NAMES, name)
-                pipe.publish(NAMES, name)
-                await pipe.execute()
+        with suppress(Unavailable):
+            await self._leases.remove(self._directory.name)
 
     async def close(self) -> None:
         """Close the connections."""
-        for each in (self._redis, self._listener):
-            with suppress(RedisError, OSError, TimeoutError):
-                await each.aclose()
+        await self._leases.close()
 
     async def _renew(self) -> None:
         told = -1
         while True:
             seen, entry = self._directory.generation, self._directory.itself
             if entry is not None:
-                with suppress(RedisError, OSError, TimeoutError):  # the reader sees the same outage, and says so
-                    async with asyncio.timeout(CALL_SECONDS), self._redis.pipeline(transaction=True) as pipe:
-                        pipe.set(PREFIX + entry.name, owner_bytes(entry), px=round(LEASE_SECONDS * 1000))
-                        pipe.sadd(NAMES, entry.name)
-                        if entry.epoch != told:
-                            pipe.publish(NAMES, entry.name)
-                        await pipe.execute()
+                with suppress(Unavailable):  # the reader sees the same outage, and says so
+                    await self._leases.put(entry.name, owner_bytes(entry), news=entry.epoch != told)
                     told = entry.epoch
             until = asyncio.get_running_loop().time() + RENEW_SECONDS
             while self._directory.itself is entry and (left := until - asyncio.get_running_loop().time()) > 0:
@@ -87,67 +57,30 @@ class RedisDirectory:
 
     async def _read(self) -> None:
         while True:
-            self._heard.clear()
             try:
-                async with asyncio.timeout(CALL_SECONDS):
-                    await self._read_all()
+                await self._take_in(await self._leases.read())
                 await self._directory.heard()
-            except (RedisError, OSError, TimeoutError):
+            except Unavailable:
                 await self._directory.look()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REREAD_SECONDS):
-                    await self._heard.wait()
+            await self._leases.wait_news()
 
-    async def _read_all(self) -> None:
-        listed = sorted(_bytes(name).decode("utf-8", "replace") for name in await self._redis.smembers(NAMES))
-        names = [name for name in listed if name != self._directory.name]
-        entries = await self._redis.mget([PREFIX + name for name in names]) if names else []
-        found = [(name, data) for name, data in zip(names, entries, strict=True) if data is not None]
-        gone = [name for name, data in zip(names, entries, strict=True) if data is None]
-        for name in gone:
+    async def _take_in(self, entries: Entries) -> None:
+        own = self._directory.name
+        found = [(name, entry) for name, entry in entries.found.items() if name != own]
+        for name in sorted(entries.listed - entries.found.keys() - {own}):
             await self._directory.lose(name)
         if len(found) >= OWNERS_MAX:  # of those who live: names of dead owners hide nobody
             log.error("more owners in Redis than a fabric has", extra={"owners": len(found), "limit": OWNERS_MAX})
             found = found[: OWNERS_MAX - 1]
-        for name, data in found:
+        for name, entry in found:
             try:
-                owner = owner_from_bytes(_bytes(data))
+                owner = owner_from_bytes(entry)
                 if owner.name != name:
                     raise InvalidArgument(f"it tells of {owner.name!r}")
             except InvalidArgument as error:
-                log.error("an entry in Redis is none: left out", extra={"key": PREFIX + name, "reason": str(error)})
+                log.error("an entry in Redis is none: left out", extra={"owner": name, "reason": str(error)})
                 continue
             await self._directory.learn(owner)
         for owner in self._directory.listing().owners:
-            if owner.name not in listed and owner.name != self._directory.name:
+            if owner.name not in entries.listed and owner.name != own:
                 await self._directory.lose(owner.name)
-        await self._forget(gone)
-
-    async def _forget(self, names: list[str]) -> None:
-        """Take names off the set whose owners were killed: who leaves does so itself. One that comes back meanwhile stays."""
-        if not names:
-            return
-        keys = [PREFIX + name for name in names]
-        with suppress(RedisError):  # what was read is true all the same; the next read tries again
-            async with self._redis.pipeline(transaction=True) as pipe:
-                await pipe.watch(*keys)
-                still = [name for name, data in zip(names, await pipe.mget(keys), strict=True) if data is None]
-                pipe.multi()  # type: ignore[no-untyped-call]
-                if still:
-                    pipe.srem(NAMES, *still)
-                await pipe.execute()
-
-    async def _listen(self) -> None:
-        while True:
-            with suppress(RedisError, OSError, TimeoutError):
-                async with self._listener.pubsub(ignore_subscribe_messages=True) as news:
-                    await news.subscribe(NAMES)
-                    async with aclosing(news.listen()) as messages:
-                        async for _ in messages:
-                            self._heard.set()
-            await asyncio.sleep(REREAD_SECONDS)
-
-
-def _bytes(answer: bytes | str) -> bytes:
-    """What Redis answers where nothing is decoded; the client's types know no better."""
-    return answer if isinstance(answer, bytes) else answer.encode()

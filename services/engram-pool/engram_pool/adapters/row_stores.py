@@ -48,6 +48,11 @@ class RowStores:
         """A native store of rows that lie at others, with what was measured to pay and the hot rows before it."""
         return self._behind_hot_rows(version, layer, self._fetched("remote", store, None))
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether rows are read by position, from files whose pages the kernel may drop."""
+        return self._readers is not None
+
     def store(self, version: str, layer: int, segment: TableSegment, held: NDArray[np.int64] | None) -> Rows | Any:
         """The rows of a segment: its array, or a native store that needs no mapping. Raises ResourceExhausted, NotFound."""
         if self._readers is None:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,17 +22,15 @@ from numpy.typing import NDArray
 from engram_pool.adapters.device_orphans import make_folders
 from engram_pool.adapters.host_memory import file_system_type
 from engram_pool.adapters.segment_places import FilePlaces, SegmentPlaces
-from engram_pool.adapters.small_files import sync_folder, write_small
 from engram_pool.adapters.version_files import (
-    FOLDER_MODE,
     LOCK_NAME,
     RETIRED_NAME,
     StagedVersion,
-    is_real_folder,
     map_version,
 )
-from engram_pool.adapters.version_locks import count_readers, hold_for_life, locked_alone
 from engram_pool.domain.storing import Adopted, SetAside, Standing, StoredVersion
+from treadle.chassis.file_locks import count_readers, hold_for_life, locked_alone
+from treadle.chassis.small_files import FOLDER_MODE, is_real_folder, make_ours, sync_folder, write_small
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
 from treadle.contract.version import check_name, check_version
 
@@ -50,7 +47,7 @@ class SegmentFolder:
     def __init__(self, folder: Path, places: SegmentPlaces | None = None) -> None:
         """places: where segments lie; None: in files below `folder`. Raises InvalidArgument if the folder is not safe to use, Unavailable if another pool holds it."""
         self.folder = folder.absolute()
-        make_ours(self.folder)
+        make_segment_dir(self.folder)
         lock = hold_for_life(self.folder / POOL_LOCK_NAME)
         if lock is None:
             raise Unavailable(f"segment_dir: another engram-pool keeps {self.folder}; stop it or give this one its own folder")
@@ -300,26 +297,9 @@ class SegmentFolder:
                 family.rmdir()
 
 
-def make_ours(folder: Path) -> None:
-    """Make the folder, or check that nobody else can have prepared it: /dev/shm is open to all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        folder.mkdir(FOLDER_MODE)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        raise InvalidArgument(
-            f"segment_dir: {folder} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no folder'}; give a real folder"
-        )
-    if status.st_uid != os.geteuid():
-        raise InvalidArgument(
-            f"segment_dir: {folder} belongs to user {status.st_uid}, not to {os.geteuid()}; remove it or give another"
-        )
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise InvalidArgument(f"segment_dir: {folder} is writable by others (mode {stat.S_IMODE(status.st_mode):o}); chmod 750 it")
-    if folder.parent.lstat().st_uid not in (0, os.geteuid()):  # its owner could put another folder in our place
-        raise InvalidArgument(
-            f"segment_dir: {folder.parent} belongs to user {folder.parent.lstat().st_uid}; give a folder below our own"
-        )
+def make_segment_dir(folder: Path) -> None:
+    """Make the folder, or check that it is ours and can hold what belongs there. Raises InvalidArgument."""
+    make_ours(folder, "segment_dir")
     if file_system_type(folder) == "hugetlbfs":
         raise InvalidArgument(
             f"segment_dir: {folder} is on hugetlbfs, which holds no small files; mount tmpfs with huge=always instead"

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from engram_pool.adapters.chunk_files import restore_chunk
 from engram_pool.adapters.host_memory import free_bytes, is_memory
-from engram_pool.adapters.small_files import read_small, write_small
 from engram_pool.domain.storing import Ranges, TableSegment, TokenMap
+from treadle.chassis.small_files import read_small, write_small
 from treadle.contract import DataLoss, EngramModel, Table
 from treadle.contract.table_manifest import CHUNK_BYTES
 from treadle.kernels.dax_directory import ID_BYTES, Region, RegionState

@@ -8,22 +8,20 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import stat
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 from engram_pool.adapters.kept_files import CARD_NAME, FUSION_NAME, KEPT_KEY, read_kept, write_kept
 from engram_pool.adapters.segment_places import SegmentPlaces, Writer
-from engram_pool.adapters.small_files import read_small, write_small
 from engram_pool.domain.origins import ORIGIN_BYTES_MAX
 from engram_pool.domain.storing import Ranges, Standing, StoredVersion, TokenMap
 from engram_pool.domain.token_maps import token_map_digest
+from treadle.chassis.small_files import read_small, write_small
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, canonical_json
 from treadle.contract.engram_model import MANIFEST_BYTES_MAX, SCHEMA
 from treadle.kernels.segment import Segment
 
-FOLDER_MODE = 0o750
 COMMIT_MARKER, LOCK_NAME, RETIRED_NAME, ORIGIN_NAME = "model.json", "lock", "retired", "origin.json"
 SEGMENT_SCHEMA = "treadle.segment/1"
 
@@ -105,11 +103,6 @@ def map_version(path: Path, places: SegmentPlaces) -> StoredVersion:
         opened.pop_all()  # the caller's from here on
     loaded_at = marker.stat().st_mtime
     return StoredVersion(model, model.version, segments, lock_path, loaded_at, standing, fusion, card_json, origin)
-
-
-def is_real_folder(path: Path) -> bool:
-    """True for a folder that is no link."""
-    return stat.S_ISDIR(path.lstat().st_mode)
 
 
 def _read_manifest(text: bytes, path: Path) -> EngramModel:

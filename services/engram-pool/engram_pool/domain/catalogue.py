@@ -72,6 +72,13 @@ class Resident:
         held = {layer: ((0, each.row_count),) if each.held is None else each.held for layer, each in segments.items()}
         return Holding(self.name, self.version, held)
 
+    def plan(self, layer: int) -> HashPlan:
+        """How tokens become rows of a layer; made at first need. Any thread."""
+        plan = self.plans.get(layer)
+        if plan is None:
+            plan = self.plans[layer] = HashPlan.from_model(self.model, layer, self.stored.segments[layer].token_map)
+        return plan
+
     @property
     def listed(self) -> bool:
         """True while it can be opened."""

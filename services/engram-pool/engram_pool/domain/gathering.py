@@ -32,7 +32,7 @@ from treadle.contract import (
     Unavailable,
     Windows,
 )
-from treadle.kernels import HashPlan, gather_rows, row_ids
+from treadle.kernels import gather_rows, row_ids
 
 PIECE_BYTES = (1 << 20) - 1024  # a message with its framing stays below 1 MiB
 GATHER_ROWS_MAX = (1 << 20) // 8  # ids in one Gather: 1 MiB of them
@@ -178,10 +178,7 @@ def _check_lookup(model: EngramModel, layers: Sequence[int], windows: Windows) -
 
 
 def _hash(resident: Resident, layer: int, windows: Windows) -> NDArray[np.int64]:
-    plan = resident.plans.get(layer)
-    if plan is None:
-        plan = resident.plans[layer] = HashPlan.from_model(resident.model, layer, resident.stored.segments[layer].token_map)
-    return row_ids(plan, windows).reshape(-1)
+    return row_ids(resident.plan(layer), windows).reshape(-1)
 
 
 def _rows(table: Rows, ids: NDArray[np.int64]) -> bytes:

@@ -62,6 +62,29 @@ class Doors(Protocol):
         """End every request and connection; nothing reads a segment afterwards."""
 
 
+class Nearing(Protocol):
+    """Rows on their way to nearer memory."""
+
+    async def arrived(self, seconds: float) -> bool:
+        """True once all are there; False after `seconds`. Raises DataLoss, Unavailable where they cannot be read."""
+
+    def end(self) -> None:
+        """Begin no further piece, wait for those in flight. Blocking: for threads."""
+
+
+class Nearness(Protocol):
+    """Brings rows nearer to those who will ask for them, while nothing with a deadline waits."""
+
+    def brings_nearer(self, stored: StoredVersion, warm: WarmState) -> bool:
+        """Whether rows of a version can come nearer at all; `warm`: how far its pages are entered."""
+
+    def bring_near(self, stored: StoredVersion, layer: int, rows: NDArray[np.int64]) -> Nearing | None:
+        """Begin to read rows [n] of a layer that are held here; None: no room for it now. Raises Unavailable.
+
+        The caller keeps the version in use until it has ended.
+        """
+
+
 class NoDoors:
     """The Doors of a pool that has gRPC alone."""
 
@@ -86,6 +109,14 @@ class NoDoors:
 
     def close(self) -> None:
         """See Doors."""
+
+    def brings_nearer(self, stored: StoredVersion, warm: WarmState) -> bool:
+        """See Nearness: without a queue of deadlines nothing can be done in idle time only."""
+        return False
+
+    def bring_near(self, stored: StoredVersion, layer: int, rows: NDArray[np.int64]) -> Nearing | None:
+        """See Nearness."""
+        return None
 
 
 class Meters(Protocol):
@@ -114,3 +145,6 @@ class Meters(Protocol):
 
     def scrubbed(self, outcome: str, chunks: int) -> None:
         """Chunks were checked in the background: ok, bad or repaired."""
+
+    def hinted(self, outcome: str, tokens: int) -> None:
+        """Tokens of hints: near, full, brought, late or failed."""

@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from engram_pool.growing.evaluation import Scores, in_precision, score, shuffled
 from engram_pool.growing.grower import Grower, Report, spread_of
 from engram_pool.growing.memory import Memory
 from engram_pool.growing.recipe import Recipe
+from treadle.chassis.interrupts import interrupts_held
 from treadle.contract import EngramModel
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument
 from treadle.contract.row_layout import row_layout
@@ -251,18 +249,3 @@ def _spread(blocks: NDArray[np.int64], count: int) -> NDArray[np.int64]:
     if len(blocks) <= count:
         return blocks
     return blocks[np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)]
-
-
-@contextmanager
-def interrupts_held() -> Iterator[Callable[[], bool]]:
-    """Within, SIGINT and SIGTERM are only remembered; what is yielded tells whether one came. Nothing is done outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    came: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(came)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
