@@ -16,6 +16,7 @@ from treadle.contract import (
     ResourceExhausted,
     RowOutOfRange,
     Transport,
+    Unavailable,
     WaitPolicy,
     Windows,
 )
@@ -70,6 +71,16 @@ def test_bad_arguments_are_refused_before_anything_starts(small: Any, handle: En
         handle.gather(1, np.zeros((1, 16), dtype=np.int32))
     with pytest.raises(InvalidArgument, match="lookback"):
         handle.lookup(Windows.of_sequences([(IDS, 0)], depth=1))
+
+
+def test_tables_are_handed_out_where_they_lie_in_this_process_only(small: Any, handle: EngramHandle) -> None:
+    source = TableSource(Transport.LOCAL, small.model, small.tables, small.token_map)
+    with EngramHandle(small.model, small.model.version, source) as local:
+        for layer, (plan, rows) in local.tables().items():
+            assert rows is small.tables[layer]
+            assert plan.rows_hashed == small.model.rows_hashed(layer)
+    with pytest.raises(Unavailable, match="by mapped or local"):
+        handle.tables()
 
 
 def test_rows_that_do_not_come_are_zero_and_named(small: Any) -> None:

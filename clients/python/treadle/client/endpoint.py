@@ -13,6 +13,7 @@ import grpc.aio
 from treadle.client.errors import from_rpc
 from treadle.contract import PROTO_VERSION
 from treadle.contract.errors import InvalidArgument, ProtocolMismatch
+from treadle.contract.trace import trace_headers
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -53,8 +54,8 @@ class Endpoint:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
-        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
+        """What every call carries: the key, and which trace it belongs to."""
+        return ((("authorization", f"Bearer {self.key}"),) if self.key else ()) + trace_headers()
 
     def channel(self) -> grpc.Channel:
         """A new channel; it connects at the first call and again whenever the service comes back."""
@@ -105,7 +106,9 @@ class Endpoint:
         """`stream` for asyncio. Leaving the iteration cancels the call."""
         call = method(request, timeout=timeout_seconds, metadata=self.metadata)
         try:
-            async for response in call:
+            # Not `async for`: what that leaves suspended, when the caller is content before the end, holds the call and is held by
+            # it, and stays with all its buffers until the garbage collector comes by.
+            while (response := await call.read()) is not grpc.aio.EOF:
                 yield response
         except grpc.aio.AioRpcError as error:
             raise from_rpc(error, self.address) from error

@@ -17,8 +17,10 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.TreadleError]] = {
     grpc.StatusCode.OUT_OF_RANGE: errors.RowOutOfRange,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhausted,
+    grpc.StatusCode.ABORTED: errors.Overtaken,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.CANCELLED: errors.Unavailable,  # by somebody else, in the service's own words
     grpc.StatusCode.UNAUTHENTICATED: errors.AccessDenied,
     grpc.StatusCode.DATA_LOSS: errors.DataLoss,
     grpc.StatusCode.UNIMPLEMENTED: errors.ProtocolMismatch,

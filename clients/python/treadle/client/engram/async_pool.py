@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TypeVar
@@ -99,6 +99,13 @@ class AsyncEngramPool:
         """`EngramPool.reserve_bandwidth`."""
         request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
         return types.reserved_bandwidth(await self._endpoint.aio_call(self._stub.ReserveBandwidth, request))
+
+    async def hint_tokens(
+        self, model: str, token_ids: Sequence[int], version: str | None = None, *, timeout_seconds: float | None = None
+    ) -> int:
+        """`EngramPool.hint_tokens`."""
+        request = pb.HintTokensRequest(ref=model_ref(model, version), token_ids=token_ids)
+        return (await self._endpoint.aio_call(self._stub.HintTokens, request, timeout_seconds)).tokens_taken
 
     async def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """`EngramPool.remove`."""

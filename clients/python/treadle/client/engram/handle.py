@@ -12,9 +12,10 @@ from treadle.client.engram.hints import TakesHints
 from treadle.client.engram.sources import FakeSource, HasBuffers, RowSource, TableSource
 from treadle.client.engram.spread import Replica, SpreadSource
 from treadle.client.engram.ticket import LookupTicket, Rows
-from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Windows
+from treadle.contract import Deadline, EngramModel, InvalidArgument, Transport, Unavailable, Windows
 from treadle.contract.warm_state import WarmState
 from treadle.dataplane import DeadlineQueue
+from treadle.kernels import HashPlan
 
 _INT64, _UINT8 = np.dtype(np.int64), np.dtype(np.uint8)  # np.int64 itself would be turned into one at each comparison
 
@@ -48,6 +49,15 @@ class EngramHandle:
     def layers(self) -> tuple[int, ...]:
         """0-based decoder layers that have a table."""
         return self.model.layers
+
+    def tables(self) -> dict[int, tuple[HashPlan, Rows]]:
+        """By layer, how its tokens become rows, and the rows, u8 [N, row_bytes]: for those who gather in this process by other means.
+
+        The handle's memory, until it is closed. Raises Unavailable by transports whose rows lie elsewhere.
+        """
+        if not isinstance(self._source, TableSource):
+            raise Unavailable(f"by {self.transport} no row lies in this process; open the model by mapped or local")
+        return self._source.tables
 
     def rows_buffer(self, token_count: int) -> Rows:
         """A new `out` for one layer: u8 [token_count, C, row_bytes], the caller's."""

@@ -227,6 +227,19 @@ class EngramPool:
         request = pb.ReserveBandwidthRequest(name=name, bytes_per_second=bytes_per_second, seconds=seconds)
         return types.reserved_bandwidth(self._endpoint.call(self._stub.ReserveBandwidth, request))
 
+    def hint_tokens(
+        self, model: str, token_ids: Sequence[int], version: str | None = None, *, timeout_seconds: float | None = None
+    ) -> int:
+        """Tell the pool which tokens will be looked up soon, whatever the transport of those who will; returns at once.
+
+        token_ids: of one sequence from its beginning, at most 65536
+        version:   None: the current one. timeout_seconds: None: the endpoint's
+        Returns how many of the first tokens it brings near while nothing with a deadline waits; 0: they are as near as they come, or as
+        many hints as may wait already. Raises NotFound, DataLoss, InvalidArgument, Unavailable.
+        """
+        request = pb.HintTokensRequest(ref=model_ref(model, version), token_ids=token_ids)
+        return self._endpoint.call(self._stub.HintTokens, request, timeout_seconds).tokens_taken
+
     def remove(self, model: str, version: str | None = None) -> tuple[list[str], int]:
         """Take a version (None: all) out of service. Returns the versions removed, and how many wait for their readers."""
         answer = self._endpoint.call(self._stub.RemoveModel, pb.RemoveModelRequest(ref=model_ref(model, version)))

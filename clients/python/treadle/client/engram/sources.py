@@ -124,6 +124,11 @@ class TableSource:
         return dict(tickets)
 
     @property
+    def tables(self) -> dict[int, tuple[HashPlan, Rows]]:
+        """By layer, how tokens become rows, and the rows; this source's, until it is closed."""
+        return {layer: (self._plans[layer], table) for layer, table in self._tables.items()}
+
+    @property
     def wants_hints(self) -> bool:
         """See TakesHints: while pages are not entered, and where the tables lie on a disk."""
         return self.warm_state is not WarmState.WARM

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from treadle.client.engram.handle import EngramHandle
+from treadle.client.engram.patience import Patience
 from treadle.client.engram.ticket import LayerRows, LookupTicket, Rows
 from treadle.contract import Deadline, InvalidArgument, TreadleError, WaitPolicy, Windows
 from treadle.dataplane import DeadlineQueue
@@ -112,6 +113,7 @@ class StepPrefetcher:
         self._starts: dict[int, _LayerStarts] = {}
         # A handle that is forgotten takes its records along: closed memories leave nothing here.
         self._records: weakref.WeakKeyDictionary[EngramHandle, dict[int, _LayerRecord]] = weakref.WeakKeyDictionary()
+        self._patiences: weakref.WeakKeyDictionary[EngramHandle, Patience] = weakref.WeakKeyDictionary()
         self._totals: dict[int, _LayerRecord] = {}  # of all memories, those that are forgotten too
         self._buffers: dict[tuple[int, int, int], Rows] = {}
         self._step: Step | None = None
@@ -166,6 +168,10 @@ class StepPrefetcher:
     def layer_figures(self) -> dict[int, LayerFigures]:
         """What the tickets of each layer have done since the start, those of all memories together. Any thread."""
         return {layer: record.figures() for layer, record in sorted(self._totals.copy().items())}
+
+    def _patience_of(self, handle: EngramHandle) -> Patience:
+        patience = self._patiences.get(handle)
+        return self._patiences.setdefault(handle, Patience()) if patience is None else patience
 
     def _took(self, handle: EngramHandle, layer: int, rows: LayerRows) -> None:
         """Count a ticket for its memory and for its layer."""
@@ -252,7 +258,8 @@ class Step:
         """Rows of `layer` for the groups that have a table there, in order. Call it when the layer is about to start, once.
 
         policies: one for each group of the step. All waits count from now: one after the other they take no longer than
-                  the longest of them.
+                  the longest of them. A memory that was waited for in vain for IN_VAIN_SECONDS_MAX is waited for briefly, until
+                  its rows come again.
         The rows are valid until the next step. Raises InvalidArgument for a layer that was taken already, or if the
         number of policies differs; every other error stands in its group's answer.
         """
@@ -281,8 +288,11 @@ class Step:
         failure: TreadleError | None = None
         if ticket is not None:
             spent_seconds = (time.monotonic_ns() - needed_ns) / 1e9
-            left = WaitPolicy(max(0.0, policy.wait_seconds_max - spent_seconds), policy.late)
+            patience = self._owner._patience_of(self._groups[index][0])
+            left = WaitPolicy(max(0.0, patience.allowed_seconds(policy.wait_seconds_max) - spent_seconds), policy.late)
             taken, failure = ticket.settle_layer(layer, left, needed_ns)
+            if taken.missing is None or taken.cause is None:  # an error that ends a wait says nothing about how long to wait
+                patience.waited(taken.stall_seconds, in_vain=taken.missing is not None)
         else:
             try:
                 taken = self._look_up_now(index, layer)
