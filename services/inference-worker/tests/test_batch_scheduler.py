@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inference_worker.domain.limits import Limits
-from inference_worker.domain.request import Piece, Request, Sampling
+from inference_worker.domain.request import PRIORITY_MAX, PRIORITY_STEP_SECONDS, Piece, Request, Sampling
 from inference_worker.domain.scheduler import Scheduler, Slot
 from inference_worker.domain.sequence import Sequence
 from inference_worker.domain.text import TextStream, Vocabulary
@@ -22,11 +24,12 @@ class NoSink:
         raise AssertionError("nothing to fail here")
 
 
-def sequence(prompt: int, answer: int = 4) -> Sequence:
-    request = Request(tuple(range(prompt)), Sampling(max_tokens=answer))
+def sequence(prompt: int, answer: int = 4, priority: int = 0, came_seconds: float = 0.0) -> Sequence:
+    request = Request(tuple(range(prompt)), Sampling(max_tokens=answer), priority=priority)
     return Sequence(
-        request, NoSink(), TextStream(Vocabulary(())), list(request.prompt), request.tokens_max(LIMITS.context_tokens_max)
-    )
+        request, NoSink(), TextStream(Vocabulary(())), list(request.prompt), request.tokens_max(LIMITS.context_tokens_max),
+        started_ns=int(came_seconds * 1e9),
+    )  # fmt: skip
 
 
 def run(scheduler: Scheduler) -> list[Slot]:
@@ -118,3 +121,39 @@ def test_limits_that_do_not_fit_together_are_refused_by_name(field: str, value: 
     good = {name: getattr(LIMITS, name) for name in Limits.__dataclass_fields__}
     with pytest.raises(InvalidArgument, match=field):
         Limits(**good | {field: value})
+
+
+def test_of_those_that_wait_the_highest_priority_begins_first_and_among_equals_who_came_first() -> None:
+    scheduler = Scheduler(replace(LIMITS, sequences_max=1, requests_waiting_max=8))
+    names: dict[Sequence, str] = {}
+    for name, priority in (("n1", 0), ("l1", -50), ("h1", 50), ("n2", 0), ("h2", 50), ("l2", -50)):
+        entered = sequence(1, priority=priority)
+        names[entered] = name
+        scheduler.enqueue(entered, 1.0)
+    order = []
+    while joined := scheduler.join():
+        order += [names[each] for each in joined]
+        scheduler.take_out(lambda each, done=joined: each in done)  # type: ignore[misc]
+    assert order == ["h1", "h2", "n1", "n2", "l1", "l2"]
+
+
+def test_nobody_is_overtaken_for_ever_by_higher_priorities_that_keep_coming() -> None:
+    scheduler = Scheduler(replace(LIMITS, sequences_max=1))
+    low = sequence(1, priority=-PRIORITY_MAX)
+    scheduler.enqueue(low, 1.0)
+    for second in range(60):  # one highest comes for each place that is free
+        scheduler.enqueue(sequence(1, priority=PRIORITY_MAX, came_seconds=float(second)), 1.0)
+        joined = scheduler.join()
+        scheduler.take_out(lambda each, done=joined: each in done)  # type: ignore[misc]
+        if low in joined:
+            break
+    assert second == 2 * PRIORITY_MAX * PRIORITY_STEP_SECONDS
+
+
+def test_a_request_that_runs_gives_its_place_to_no_priority() -> None:
+    scheduler = Scheduler(replace(LIMITS, sequences_max=1))
+    running, urgent = sequence(1), sequence(1, priority=100)
+    scheduler.enqueue(running, 1.0)
+    assert scheduler.join() == [running]
+    scheduler.enqueue(urgent, 1.0)
+    assert scheduler.join() == []

@@ -140,7 +140,7 @@ def test_stop_tokens_and_end_of_sequence_end_the_answer_without_their_text(
     until = free.token_ids.index(token)
     stopped = ask(tiny_engine(), Request(prompt(20, 3), Sampling(max_tokens=10, stop_token_ids=frozenset({token}))))[0]
     engine = tiny_engine()
-    engine.eos_token_ids = frozenset({token})
+    engine.chooser.eos_token_ids = frozenset({token})
     ended = ask(engine, Request(prompt(20, 3), Sampling(max_tokens=10)))[0]
     ignored = ask(engine, Request(prompt(20, 3), Sampling(max_tokens=10, ignore_eos=True)))[0]
     for piece in (stopped, ended):

@@ -100,6 +100,9 @@ class FailingObserver:
     def hinted(self, tokens: int) -> None:
         """Counts nothing."""
 
+    def prefix_used(self, outcome: str, lookups: int, lookups_outside: int) -> None:
+        """Counts nothing."""
+
 
 async def test_nobody_waits_for_a_thread_that_failed_and_it_goes_on(
     tiny: CausalLM, tiny_vocabulary: Vocabulary, prompt: Prompt

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.engram_step import EngramStep, groups_of, windows_of
 from inference_worker.domain.errors import MemoryMissing, StepFailed
-from inference_worker.domain.fusion_mode import FusionMode
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.ports import LayerFigures, Prefetcher, RowHandle, StepRows
@@ -46,8 +45,10 @@ from treadle.contract import (
     Windows,
 )
 from treadle.contract.families import demo_model, qwen_ple_model
+from treadle.contract.fusion_mode import FusionMode
 from treadle.dataplane import DeadlineQueue
 from treadle.nn.kv import SequenceKV
+from treadle.nn.memory_fit import check_fits, fusion_of, is_fused
 from treadle.nn.model import CausalLM
 from treadle.nn.token_map import token_map_digest
 
@@ -140,6 +141,7 @@ def test_late_rows_make_a_degraded_answer_that_says_so_and_is_shared_with_nobody
     assert piece.degraded
     assert piece.finish is not None
     (report,) = piece.finish.memory
+    assert report.missing_because == "late"
     assert report.rows_missing == 2 * 4 * 71  # two layers, four rows a token, 70 tokens of prompt and the first of the answer
     assert report.tickets_in_time == 0
     assert engine.load.prefix_cache_bytes == 0
@@ -371,7 +373,7 @@ def test_reports_and_figures_tell_each_layers_tickets(
 def test_an_engram_model_for_another_language_model_is_refused_by_field(tiny: CausalLM, tiny_engram: TinyEngram) -> None:
     model, token_map, _ = tiny_engram
     own = token_map_digest(token_map)
-    check_fits(model, tiny.config, lambda: own)
+    check_fits(model, tiny.config.layers, tiny.config.vocab, lambda: own)
 
     def other(layers: tuple[int, ...] = (1,), digest: str = own, form: Fusion | None = DEMO_FORM) -> EngramModel:
         return demo_model(
@@ -384,7 +386,7 @@ def test_an_engram_model_for_another_language_model_is_refused_by_field(tiny: Ca
     wrong = {"token_map": other(digest="0" * 64), "layers": other(layers=(1, 9)), "fusion": other(form=None), "eos_id": ple}
     for field, refused in wrong.items():
         with pytest.raises(FingerprintMismatch) as error:
-            check_fits(refused, tiny.config, lambda: own)
+            check_fits(refused, tiny.config.layers, tiny.config.vocab, lambda: own)
         assert error.value.field == field
 
 

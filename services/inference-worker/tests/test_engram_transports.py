@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from inference_worker.adapters.engram_pool import open_engram, read_key
 from inference_worker.domain.answer import Answer
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.request import Piece, Request, Sampling
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram import EngramHandle, fake_handle
@@ -25,6 +25,7 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 from treadle.kernels import HashPlan, lookup
 from treadle.kernels.segment import Segment, SegmentWriter
+from treadle.nn.memory_fit import fusion_of
 from treadle.nn.model import CausalLM
 
 TinyEngram = tuple[EngramModel, NDArray[np.int32], dict[int, NDArray[np.uint8]]]

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from inference_worker.domain.catalogue import Catalogue
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.resident_versions import Choice
 from treadle.contract import NotFound, Unavailable
 
 Make = Callable[..., Catalogue]
-Take = Callable[..., Lease]
+Take = Callable[..., Lease[EngramMemory]]
 Soon = Callable[[Callable[[], bool]], None]
 Pool = Any  # conftest's FakePool
 
@@ -78,7 +79,7 @@ def test_a_pool_that_cannot_be_asked_makes_the_refusal_one_to_come_again_with(
     catalogue = catalogues()
     fake_pool.silent = Unavailable("connection refused")
     with pytest.raises(
-        Unavailable, match=r"no memory 'bible' here; there is 'kjv'; the pool, .* did not answer: connection refused"
+        Unavailable, match=r"no memory 'bible' here; there is 'kjv'; the engram pool, .* did not answer: connection refused"
     ):
         take(catalogue, "bible")
     assert take(catalogue, "kjv").memory is not None
@@ -87,9 +88,9 @@ def test_a_pool_that_cannot_be_asked_makes_the_refusal_one_to_come_again_with(
 def test_a_catalogue_that_closes_tells_who_waits_for_a_listing(fake_pool: Pool, catalogues: Make, soon: Soon) -> None:
     catalogue = catalogues()
     listed, fake_pool.hanging_lists = fake_pool.listed, threading.Event()
-    running: Future[Lease] = catalogue.take(Choice("kjv"))
+    running: Future[Lease[EngramMemory]] = catalogue.take(Choice("kjv"))
     soon(lambda: fake_pool.listed == listed + 1)
-    queued: Future[Lease] = catalogue.take(Choice("kjv"))
+    queued: Future[Lease[EngramMemory]] = catalogue.take(Choice("kjv"))
     catalogue.close()
     with pytest.raises(Unavailable, match="stopping"):
         queued.result(30)

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from inference_worker.domain.catalogue import Catalogue
-from inference_worker.domain.fusion_mode import FusionMode
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.memory_opening import FusionFile, Opener
 from inference_worker.domain.memory_status import NoCatalogue
+from inference_worker.domain.ports import RowHandle
 from inference_worker.domain.resident_versions import TOLD_MAX, Choice
 from treadle.contract import (
     DataLoss,
@@ -26,9 +27,10 @@ from treadle.contract import (
     TreadleError,
     Unavailable,
 )
+from treadle.contract.fusion_mode import FusionMode
 
 Make = Callable[..., Catalogue]
-Take = Callable[..., Lease]
+Take = Callable[..., Lease[EngramMemory]]
 Soon = Callable[[Callable[[], bool]], None]
 Pool = Any  # conftest's FakePool
 
@@ -66,6 +68,24 @@ def test_a_memory_is_opened_at_first_use_and_shared_then(fake_pool: Pool, catalo
     assert counts.outcomes == ["ok"]
     (status,) = catalogue.memories()
     assert (status.open, status.requests, status.transport, status.default, status.refusal) == (True, 2, "fake", False, "")
+
+
+def test_what_another_process_opened_is_let_go_with_its_place(fake_pool: Pool, take: Take, opener: Opener) -> None:
+    told: list[tuple[str, str]] = []
+
+    def open_there(handle: RowHandle) -> str:
+        told.append(("open", handle.model.name))
+        return "there"
+
+    elsewhere = replace(opener, open_elsewhere=open_there, close_elsewhere=lambda handle: told.append(("close", handle.model.name)))
+    for name in ("one", "two"):
+        fake_pool.grow(name)
+    catalogue = Catalogue(fake_pool, elsewhere, open_max=1)
+    catalogue.update(fake_pool.resident())
+    take(catalogue, "one").release()
+    take(catalogue, "two").release()
+    catalogue.close()
+    assert sorted(told) == [("close", "one"), ("close", "two"), ("open", "one"), ("open", "two")]
 
 
 def test_none_can_always_be_had_and_is_what_requests_get_without_a_default(catalogues: Make) -> None:
@@ -335,7 +355,7 @@ def test_tokens_are_counted_by_name_over_versions_and_openings(fake_pool: Pool, 
     assert {memory.model: memory.tokens for memory in catalogue.memories()} == {"a": 12, "b": 0}
     fake_pool.remove("a")
     catalogue.update(fake_pool.resident())
-    assert catalogue._tokens.keys() <= {"b"}
+    assert catalogue._places._tallies.keys() <= {"b"}
 
 
 @pytest.fixture
@@ -412,7 +432,7 @@ def test_a_catalogue_that_closes_closes_what_it_opened_and_tells_who_waits(
     fake_pool.hanging["stuck"] = threading.Event()
     catalogue = catalogues()
     lease = take(catalogue, "kjv")
-    waiting: Future[Lease] = catalogue.take(Choice("stuck"))
+    waiting: Future[Lease[EngramMemory]] = catalogue.take(Choice("stuck"))
     soon(lambda: "stuck" in fake_pool.begun)
     catalogue.close()
     with pytest.raises(Unavailable, match="stopping"):
@@ -430,7 +450,7 @@ def test_an_opening_that_fails_after_the_end_tells_nobody_twice(
     fake_pool.grow("stuck")
     fake_pool.hanging["stuck"], fake_pool.failures["stuck"] = threading.Event(), DataLoss("torn")
     catalogue = catalogues()
-    waiting: Future[Lease] = catalogue.take(Choice("stuck"))
+    waiting: Future[Lease[EngramMemory]] = catalogue.take(Choice("stuck"))
     soon(lambda: "stuck" in fake_pool.begun)
     catalogue.close()
     fake_pool.hanging["stuck"].set()
@@ -448,21 +468,21 @@ def test_choices_in_vain_are_counted_by_reason_and_a_pool_that_is_lost_is_seen(
     catalogue = catalogues(observer=counts, open_max=1, heard=False)
     fake_pool.put(replace(kjv, model=replace(kjv.model, name="foreign", token_map="0" * 64)))
     fake_pool.grow("law", seed=1)
-    assert not catalogue.pool_answers
+    assert not catalogue.source_answers
     with pytest.raises(Unavailable):
         catalogue.take(Choice("kjv"))
     catalogue.update(fake_pool.resident())
-    assert catalogue.pool_answers
+    assert catalogue.source_answers
     take(catalogue, "kjv")
     for wrong in (("bible",), ("foreign",), ("law",), ("kjv", "no-digits")):
         with pytest.raises(TreadleError):
             take(catalogue, *wrong)
     assert counts.refusals == ["no_pool", "unknown", "misfit", "full", "wrong"]
     catalogue.lost("")
-    assert not catalogue.pool_answers
+    assert not catalogue.source_answers
     assert catalogue.take(Choice("kjv")).done()  # what it said last is kept
     catalogue.update([kjv])
-    assert catalogue.pool_answers
+    assert catalogue.source_answers
 
 
 def test_a_file_of_weights_stands_in_for_the_pools_for_its_memory_alone(fake_pool: Pool, opener: Opener, tmp_path: Any) -> None:

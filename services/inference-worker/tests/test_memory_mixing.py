@@ -10,6 +10,7 @@ import pytest
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.engram_step import by_memory, groups_of
 from inference_worker.domain.errors import MemoryMissing
 from inference_worker.domain.lease import Lease
@@ -22,7 +23,7 @@ from treadle.contract import Late, WaitPolicy
 Prompt = Callable[..., tuple[int, ...]]
 MakeEngine = Callable[..., Engine]
 Make = Callable[..., Catalogue]
-Take = Callable[..., Lease]
+Take = Callable[..., Lease[EngramMemory]]
 Soon = Callable[[Callable[[], bool]], None]
 Pool = Any  # conftest's FakePool
 GREEDY = Sampling(max_tokens=8, ignore_eos=True, top_logprobs=0)

@@ -51,21 +51,36 @@ def test_keys_made_bit_by_bit_equal_keys_made_at_once(tokens: list[int], cut: in
 def test_a_match_is_the_longest_cached_beginning() -> None:
     cache: PrefixCache[Block] = PrefixCache(1000)
     keys = keys_of(list(range(4 * BLOCK_TOKENS)))
-    for key in (keys[0], keys[1], keys[3]):
-        cache.put(key, Block())
+    assert cache.put(keys[:1], Block())
+    assert cache.put(keys[:2], Block())
     assert len(cache.match(keys)) == 2
     assert cache.match(keys[1:2]) != []
     assert cache.match(keys[2:]) == []
 
 
+def test_a_block_without_the_one_before_it_is_not_kept() -> None:
+    cache: PrefixCache[Block] = PrefixCache(1000)
+    keys = keys_of(list(range(3 * BLOCK_TOKENS)))
+    assert cache.put(keys[:1], Block())
+    assert not cache.put(keys, Block())
+    assert keys[2] not in cache
+
+
+def test_a_sequence_longer_than_the_cache_keeps_its_beginning() -> None:
+    cache: PrefixCache[Block] = PrefixCache(30)
+    keys = keys_of(list(range(5 * BLOCK_TOKENS)))
+    assert [cache.put(keys[: place + 1], Block()) for place in range(5)] == [True, True, True, False, False]
+    assert len(cache.match(keys)) == 3
+
+
 def test_bytes_are_bounded_and_a_chain_is_given_up_from_its_end() -> None:
     cache: PrefixCache[Block] = PrefixCache(40)
     first = keys_of(list(range(4 * BLOCK_TOKENS)))
-    for key in first:
-        cache.put(key, Block())
+    for place in range(len(first)):
+        cache.put(first[: place + 1], Block())
     cache.touch(first)
     other = keys_of(list(range(9, 9 + BLOCK_TOKENS)))
-    cache.put(other[0], Block())
+    cache.put(other, Block())
     assert cache.byte_count == 40
     assert cache.evicted == 1
     assert len(cache.match(first)) == 3
@@ -74,6 +89,6 @@ def test_bytes_are_bounded_and_a_chain_is_given_up_from_its_end() -> None:
 
 def test_a_block_larger_than_the_cache_is_not_kept() -> None:
     cache: PrefixCache[Block] = PrefixCache(0)
-    cache.put(b"key", Block())
+    assert not cache.put([b"key"], Block())
     assert len(cache) == 0
     assert b"key" not in cache

@@ -13,13 +13,14 @@ from prometheus_client import CollectorRegistry
 from inference_worker.adapters.prometheus import WorkerMetrics
 from inference_worker.domain.answer import Answer
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.request import Piece, Request, Sampling
 from treadle.client.engram import EngramHandle, StepPrefetcher
 from treadle.client.engram.sources import TableSource
 from treadle.contract import EngramModel, Transport, Unavailable, Windows
 from treadle.dataplane.warming import Warming
+from treadle.nn.memory_fit import fusion_of
 from treadle.nn.model import CausalLM
 
 Prompt = Callable[..., tuple[int, ...]]

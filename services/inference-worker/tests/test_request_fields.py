@@ -24,6 +24,14 @@ from treadle.contract.errors import InvalidArgument
         ({"stop": ("x" * 257,)}, "stop"),
         ({"stop_token_ids": frozenset(range(257))}, "stop_token_ids"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {1: 100.5}}, "logit_bias"),
+        ({"logit_bias": {1: float("nan")}}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
     ],
 )
 def test_sampling_out_of_range_is_refused(fields: dict[str, Any], name: str) -> None:
@@ -38,6 +46,7 @@ def test_sampling_out_of_range_is_refused(fields: dict[str, Any], name: str) -> 
         (Request((1,) * 16), "prompt_token_ids"),
         (Request((1, 100)), "prompt_token_ids"),
         (Request((-1,)), "prompt_token_ids"),
+        (Request((1,), Sampling(logit_bias={100: 1.0})), "logit_bias"),
         (Request((1,), cache_salt="x" * 257), "cache_salt"),
         (Request((1,), request_id="x" * 257), "request_id"),
     ],

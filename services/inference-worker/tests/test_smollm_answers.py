@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.memory_opening import Opener
 from inference_worker.domain.request import FinishReason, Piece, Request, Sampling
 from inference_worker.domain.text import TextStream, Vocabulary
 from treadle.client.engram import EngramHandle, StepPrefetcher
+from treadle.nn.memory_fit import fusion_of
 from treadle.nn.model import CausalLM
 
 Ask = Callable[..., list[Piece]]

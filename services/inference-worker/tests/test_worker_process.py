@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from inference_worker.commands import app
-from inference_worker.settings import EngramTransport, Settings
+from inference_worker.settings import EngineChoice, EngramTransport, Settings
 from treadle.chassis.settings import WrongSetting
 from treadle.client.endpoint import Endpoint
 from treadle.client.worker import Worker
@@ -78,6 +79,15 @@ def test_a_default_memory_whose_pool_is_not_there_ends_the_start_with_one_line(t
         (("--engram-fusion", "maybe"), "--engram-fusion", 2),
         (("--engram-wait-seconds-max", "-1"), "wait_seconds_max", 2),
         (("--model", "/nowhere"), "/nowhere", 1),
+        (("--engine", "vllm", "--engram-prefetch", "false"), "engram_prefetch", 2),
+        pytest.param(
+            ("--engine", "vllm"),
+            "make vllm-env",
+            1,
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("vllm") is not None, reason="vllm is installed here: nothing is refused"
+            ),
+        ),
     ],
 )
 def test_a_wrong_setting_ends_the_start_with_one_line(argv: tuple[str, ...], word: str, code: int) -> None:
@@ -98,6 +108,9 @@ def test_a_wrong_setting_ends_the_start_with_one_line(argv: tuple[str, ...], wor
         {"engram_memories_max": 0},
         {"engram_model": "kjv", "engram_pool": ""},
         {"engram_fusion_weights": Path("fusion.safetensors")},
+        {"engine": EngineChoice.VLLM, "engram_model": "kjv", "engram_fusion_weights": Path("fusion.safetensors")},
+        {"engine": EngineChoice.VLLM, "golden_check_difference_max": 0.0},
+        {"engine": EngineChoice.VLLM, "vllm_start_seconds_max": 0.0},
     ],
 )
 def test_settings_refuse_values_that_do_not_fit(wrong: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from inference_worker.adapters.prometheus import WorkerMetrics
 from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
 from inference_worker.domain.engine_thread import EngineThread
-from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.memory_status import NoCatalogue
 from inference_worker.domain.request import Piece, TokenLogprob
@@ -44,6 +44,7 @@ from treadle.contract.errors import (
 from treadle.contract.policy import WaitPolicy
 from treadle.inference.v1 import worker_pb2 as pb
 from treadle.inference.v1 import worker_pb2_grpc as pb_grpc
+from treadle.nn.memory_fit import fusion_of
 from treadle.nn.model import CausalLM
 
 Serve = Callable[..., Any]
@@ -111,6 +112,13 @@ async def test_an_answer_has_ids_text_reason_and_usage(serve: Serve) -> None:
     assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (40, 8, 0)
     assert again[-1].usage.cached_tokens == 32
     assert all(response.finish_reason == pb.FINISH_REASON_UNSPECIFIED for response in responses[:-1])
+
+
+async def test_the_status_says_which_engine_runs_and_how_long_a_new_request_would_wait(serve: Serve) -> None:
+    async with serve(sequences_max=3) as (worker, _):
+        status = await worker.status()
+    assert (status.engine, status.engine_version, status.dtype) == ("embedded", "1.2.3", "float32")
+    assert (status.requests_running_max, status.wait_seconds_predicted) == (3, 0.0)
 
 
 async def test_prompt_logprobs_come_in_the_first_message(serve: Serve) -> None:
@@ -253,6 +261,7 @@ async def test_a_caller_chooses_between_a_degraded_answer_and_none(
         responses = await whole(worker, masked)
         assert all(response.degraded for response in responses)
         assert responses[-1].memory[0].rows_missing == 2 * 4 * 11
+        assert responses[-1].memory[0].missing_because == "late"
         masked.memory_policy.late = pb.LATE_POLICY_FAIL
         with pytest.raises(Unavailable, match="rows missing"):
             await whole(worker, masked)
@@ -407,3 +416,104 @@ def test_log_probabilities_of_a_long_prompt_are_cut_into_messages_below_a_mebiby
     assert [entry.token_id for message in messages for entry in message.prompt_logprobs] == list(range(5000))
     assert all(list(message.token_ids) == [entry.token_id for entry in message.logprobs] for message in messages)
     assert sum(len(message.token_ids) for message in messages) == 300
+
+
+async def test_vectors_come_over_the_wire_in_their_order(serve: Serve, tiny: CausalLM) -> None:
+    async with serve() as (worker, _):
+        status = await worker.status()
+        one = pb.EmbedInput(token_ids=[5, 6, 7])
+        answer = await worker.embed(pb.EmbedRequest(inputs=[one, pb.EmbedInput(token_ids=[9]), one]), 30.0)
+        with pytest.raises(InvalidArgument, match=r"inputs\[0\]"):
+            await worker.embed(pb.EmbedRequest(inputs=[pb.EmbedInput()]), 30.0)
+    vectors = [np.frombuffer(each.values, dtype="<f4") for each in answer.embeddings]
+    assert {len(vector) for vector in vectors} == {status.embedding_dim} == {tiny.config.hidden}
+    assert vectors[0].tolist() == vectors[2].tolist() != vectors[1].tolist()
+
+
+async def test_bias_and_penalties_reach_the_choice_of_tokens(serve: Serve) -> None:
+    async with serve() as (worker, _):
+        forced = await whole(worker, request(4, max_tokens=3, logit_bias={65: 100.0}))
+        varied = await whole(worker, request(4, max_tokens=3, logit_bias={65: 9.0, 66: 8.9}, presence_penalty=2.0))
+        with pytest.raises(InvalidArgument, match="logit_bias"):
+            await whole(worker, request(4, logit_bias={100000: 1.0}))
+    assert [token for each in forced for token in each.token_ids] == [65, 65, 65]
+    assert len({token for each in varied for token in each.token_ids}) > 1
+
+
+class Blocks:
+    """What a watcher of a worker's blocks knows, by name."""
+
+    def __init__(self, worker: AsyncWorker) -> None:
+        self._stream = worker.watch_blocks(60)
+        self.there: dict[bytes, pb.CachedBlock] = {}
+        self.complete = False
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not holds():
+                change = await anext(self._stream)
+                if change.cleared:
+                    self.there.clear()
+                for name in change.removed:
+                    del self.there[name]
+                for block in change.stored:
+                    assert not block.parent or block.parent in self.there
+                    self.there[block.name] = block
+                self.complete = self.complete or change.snapshot_complete
+
+    def tokens(self, block: pb.CachedBlock) -> list[int]:
+        """All tokens up to the block's end."""
+        before = self.tokens(self.there[block.parent]) if block.parent else []
+        return [*before, *block.token_ids]
+
+
+async def test_blocks_of_the_prefix_cache_are_told_with_what_they_depend_on(
+    serve: Serve, shadowed: Callable[[float], Catalogue]
+) -> None:
+    async with serve(shadowed(0.0)) as (worker, engine):
+        status = await worker.status()
+        assert status.block_tokens == 32
+        asked = request(100)
+        asked.cache_salt = "tenant"
+        responses = await whole(worker, asked)
+        (report,) = responses[-1].memory
+        blocks = Blocks(worker)  # it finds what was there before it came
+        await blocks.until(lambda: blocks.complete)
+        assert sorted(len(blocks.tokens(block)) for block in blocks.there.values()) == [32, 64, 96]
+        assert {(block.cache_salt, block.memory) for block in blocks.there.values()} == {("tenant", f"tiny@{report.version}")}
+        longest = max(blocks.there.values(), key=lambda block: len(blocks.tokens(block)))
+        assert blocks.tokens(longest) == list(range(1, 97))
+        asked.engram.CopyFrom(pb.EngramChoice(model=""))
+        again = await whole(worker, asked)
+        assert again[-1].usage.cached_tokens == 0
+        await blocks.until(lambda: len(blocks.there) == 6)
+        assert [block.memory for block in blocks.there.values()].count("") == 3
+        assert (await whole(worker, asked))[-1].usage.cached_tokens == 96
+        engine.close_door()
+        with pytest.raises(Unavailable):
+            await blocks.until(lambda: False)
+
+
+async def test_blocks_that_made_room_are_told(serve: Serve) -> None:
+    async with serve(prefix_cache_bytes_max=600_000) as (worker, engine):
+        blocks = Blocks(worker)
+        for first in range(0, 150, 10):
+            asked = request(100)
+            asked.prompt_token_ids[:] = range(first, first + 100)
+            await whole(worker, asked)
+        await blocks.until(lambda: set(blocks.there) == set(engine.block_log.names))
+        assert 0 < len(blocks.there) < 45
+        assert engine.load.prefix_cache_bytes <= 600_000
+
+
+async def test_blocks_of_a_degraded_answer_are_not_told(serve: Serve, shadowed: Callable[[float], Catalogue]) -> None:
+    async with serve(shadowed(5.0)) as (worker, engine):
+        masked = request(100)
+        masked.memory_policy.CopyFrom(pb.MemoryPolicy(wait_seconds_max=0.001, late=pb.LATE_POLICY_MASK))
+        assert (await whole(worker, masked))[-1].degraded
+        assert len(engine.block_log) == 0
+
+
+async def test_a_worker_without_a_prefix_cache_tells_of_none(serve: Serve) -> None:
+    async with serve(prefix_cache_bytes_max=0) as (worker, _):
+        assert (await worker.status()).block_tokens == 0

@@ -69,15 +69,15 @@ def open_engram(
         pause = min(2 * pause, RETRY_SECONDS_MAX)
 
 
-def read_key(path: Path | None) -> str | None:
-    """The key in a file: its first line that is neither empty nor a comment. Raises AccessDenied if there is none."""
+def read_key(path: Path | None, setting: str = "engram_key_file") -> str | None:
+    """The key in a file: its first line that is neither empty nor a comment. Raises AccessDenied, naming the setting, if there is none."""
     if path is None:
         return None
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessDenied(f"engram_key_file: cannot read {path}: {error}") from error
+        raise AccessDenied(f"{setting}: cannot read {path}: {error}") from error
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise AccessDenied(f"engram_key_file: {path} holds no key")
+        raise AccessDenied(f"{setting}: {path} holds no key")
     return keys[0]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inference_worker.adapters.remote_metrics import RemoteMetrics
 from inference_worker.domain.catalogue import Catalogue
-from inference_worker.domain.engine import Engine
-from inference_worker.domain.report import StepReport
+from inference_worker.domain.report import EngineLoad, LayerReport, StepReport
 from treadle.client.engram.mooncake_landing import landing_figures
 
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # one decode on a laptop to a large chunk
 GATHER_SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # one token mapped to a chunk by rpc
 OPEN_SECONDS = (0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0)  # a small memory that is mapped to a large one that is copied
 SLACK_SECONDS = (-1.0, -0.1, -0.01, -0.001, 0.0, 0.0001, 0.001, 0.01, 0.1, 1.0)  # negative: late
+
+
+class Loaded(Protocol):
+    """An engine that says how busy it is."""
+
+    @property
+    def load(self) -> EngineLoad: ...
 
 
 class WorkerMetrics:
@@ -47,6 +55,10 @@ class WorkerMetrics:
             buckets=GATHER_SECONDS, registry=registry,
         )  # fmt: skip
 
+        self._prefixed = counter("prefix_requests", "Requests with a long prefix, by what answered them", ("outcome",))
+        self._lookups = counter("prefix_lookups", "Lookups in dictionaries: a query of a layer and a codebook")
+        self._lookups_outside = counter("prefix_lookups_outside", "Those of them that found nothing like themselves")
+        self._fallbacks = counter("prefix_fallbacks", "Requests that the guard sent to the exact KV of their prefix")
         self._hinted = counter("engram_hint_tokens", "Prompt tokens whose rows were brought near before their step")
         self._opens = counter("engram_opens", "Openings of Engram memories, by outcome", ("outcome",))
         self._refused = counter(
@@ -56,7 +68,7 @@ class WorkerMetrics:
             "treadle_worker_engram_open_seconds", "Seconds of an opening", buckets=OPEN_SECONDS, registry=registry
         )
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: Loaded) -> None:
         """Show the engine's load, read whenever the metrics are."""
 
         def gauge(name: str, text: str) -> Gauge:
@@ -72,7 +84,7 @@ class WorkerMetrics:
         gauge = Gauge("treadle_worker_engram_memories_open", "Engram memory versions that are open", registry=self._registry)
         gauge.set_function(lambda: catalogue.open_count)
         answers = Gauge("treadle_worker_engram_pool_answers", "1 while the Engram pool answers, else 0", registry=self._registry)
-        answers.set_function(lambda: catalogue.pool_answers)
+        answers.set_function(lambda: catalogue.source_answers)
         quarantined = Gauge(
             "treadle_worker_engram_quarantined_bytes", "Bytes that are never used again, as a failed Mooncake read may still write there",
             registry=self._registry,
@@ -99,7 +111,11 @@ class WorkerMetrics:
         self._cached_tokens.inc(report.cached_tokens)
         self._cache_hits.inc(report.cached_requests)
         self._failed_steps.inc(report.failed)
-        for ticket in report.layers:
+        self.tickets(report.layers)
+
+    def tickets(self, layers: tuple[LayerReport, ...]) -> None:
+        """Engram tickets; an engine in another process tells them apart from their steps."""
+        for ticket in layers:
             layer = str(ticket.layer)
             outcome = "missing" if ticket.rows_missing else "in_time" if ticket.in_time else "late"
             self._tickets.labels(layer, outcome).inc()
@@ -115,6 +131,13 @@ class WorkerMetrics:
     def hinted(self, tokens: int) -> None:
         """See Observer."""
         self._hinted.inc(tokens)
+
+    def prefix_used(self, outcome: str, lookups: int, lookups_outside: int) -> None:
+        """See Observer."""
+        self._prefixed.labels(outcome).inc()
+        self._lookups.inc(lookups)
+        self._lookups_outside.inc(lookups_outside)
+        self._fallbacks.inc(outcome == "exact")
 
     def ended(self, outcome: str) -> None:
         """See Observer."""

@@ -9,12 +9,18 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import Sequence as Texts
+from dataclasses import dataclass
 
+from inference_worker.domain.cached_blocks import BlockChanges
 from inference_worker.domain.engine import Engine
+from inference_worker.domain.engine_port import EngineFacts, Vector
 from inference_worker.domain.errors import Draining, StepFailed
-from inference_worker.domain.lease import Lease
+from inference_worker.domain.ports import LayerFigures
+from inference_worker.domain.report import EngineLoad, EngineTotals
 from inference_worker.domain.request import Piece, Request
+from inference_worker.domain.request_leases import Leases
 from inference_worker.domain.sequence import Sequence
 
 log = logging.getLogger("treadle.worker")
@@ -64,8 +70,25 @@ class AnswerStream:
             self._loop.call_soon_threadsafe(self._changed.set)
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedGeneration:
+    """See Generation."""
+
+    engine: Engine
+    stream: AnswerStream
+    sequence: Sequence
+
+    def pieces(self) -> AsyncIterator[Piece]:
+        """See Generation."""
+        return self.stream.pieces()
+
+    def cancel(self) -> None:
+        """See Generation."""
+        self.engine.cancel(self.sequence)
+
+
 class EngineThread:
-    """Runs an engine. Use as a context manager; leaving it ends what still runs, with Draining."""
+    """Runs an engine: the RunningEngine of the embedded one. A context manager; leaving it ends what still runs, with Draining."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -81,17 +104,74 @@ class EngineThread:
         self.engine.close_door()
         self.engine.wake()
         self._thread.join()
+        self.engine.embedder.close()
         self.engine.abandon(Draining("the worker stopped before the answer was whole"))
 
-    def submit(self, request: Request, lease: Lease | None = None) -> tuple[AnswerStream, Sequence]:
-        """Start a generation from the event loop; its stream, and what `engine.cancel` wants. Lease and errors as in `Engine.submit`."""
+    @property
+    def facts(self) -> EngineFacts:
+        """See RunningEngine."""
+        engine = self.engine
+        return EngineFacts(
+            "embedded", "", engine.dtype, engine.context_tokens_max, engine.eos_token_ids, engine.limits.sequences_max,
+            engine.limits.requests_waiting_max, engine.block_tokens, engine.embedder.dimension,
+        )  # fmt: skip
+
+    @property
+    def load(self) -> EngineLoad:
+        """See RunningEngine."""
+        return self.engine.load
+
+    @property
+    def totals(self) -> EngineTotals:
+        """See RunningEngine."""
+        return self.engine.totals
+
+    @property
+    def wait_seconds_predicted(self) -> float:
+        """See RunningEngine."""
+        return self.engine.wait_seconds_predicted
+
+    @property
+    def draining(self) -> bool:
+        """See RunningEngine."""
+        return self.engine.draining
+
+    def layer_figures(self) -> Mapping[int, LayerFigures]:
+        """See RunningEngine."""
+        prefetcher = self.engine.prefetcher
+        return prefetcher.layer_figures() if prefetcher is not None else {}
+
+    def check(self, request: Request) -> None:
+        """See RunningEngine."""
+        self.engine.check(request)
+
+    def begin(self, request: Request, leases: Leases) -> EmbeddedGeneration:
+        """See RunningEngine."""
+        stream, sequence = self.submit(request, leases)
+        return EmbeddedGeneration(self.engine, stream, sequence)
+
+    def watch_blocks(self) -> AsyncGenerator[BlockChanges, None]:
+        """See RunningEngine."""
+        return self.engine.block_log.watch()
+
+    def submit(self, request: Request, leases: Leases | None = None) -> tuple[AnswerStream, Sequence]:
+        """Start a generation from the event loop; its stream, and what `engine.cancel` wants. Leases and errors as in `Engine.submit`."""
         stream = AnswerStream(asyncio.get_running_loop())
-        return stream, self.engine.submit(request, stream, lease)
+        if leases is None:
+            return stream, self.engine.submit(request, stream)
+        return stream, self.engine.submit(request, stream, leases.engram, leases.prefix)
+
+    async def embed(self, texts: Texts[Texts[int]]) -> list[Vector]:
+        """See RunningEngine; they are made between the steps."""
+        made = self.engine.embedder.submit(texts)
+        self.engine.wake()
+        return await asyncio.wrap_future(made)
 
     def _run(self) -> None:
         while not self._stopping:
             try:
                 worked = self.engine.step() is not None
+                worked = self.engine.embedder.advance() or worked
             except Exception as error:  # outside a step's own care: nobody may be left waiting for a thread that is gone
                 log.exception("the engine failed between steps")
                 self.engine.abandon(StepFailed(f"the engine failed ({type(error).__name__}); the worker's log has the details"))

@@ -29,8 +29,14 @@ from treadle.contract.windows import BEFORE_SEQUENCE, Windows
 from treadle.nn.fusion_batch import FusionGroup, fuse_groups
 
 WAIT_SECONDS_MAX = 1.0  # at one layer, unless whoever runs the engine says otherwise: all requests of a step wait together
-# Why rows may not come although what was asked is right. Anything else is our bug, and fails the step.
-ROWS_GONE = (Unavailable, ResourceExhausted, DeadlineExceeded, NotFound, DataLoss)
+# Why rows may not come although what was asked is right, and the word for it in reports. Anything else is our bug, and fails the step.
+ROWS_GONE: dict[type[TreadleError], str] = {
+    Unavailable: "unavailable",
+    ResourceExhausted: "refused",
+    DeadlineExceeded: "late",
+    NotFound: "gone",
+    DataLoss: "damaged",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +79,7 @@ class EngramStep:
         for got in self._rows.group_rows(layer, policies):
             group, cause = self._groups[got.group], got.error or (got.rows.cause if got.rows is not None else None)
             if cause is not None:
-                if not isinstance(cause, ROWS_GONE):
+                if not isinstance(cause, tuple(ROWS_GONE)):
                     raise cause
                 group.memory.rows_failed(cause)
             rows, live = self._settle(group, layer, got.rows, cause)
@@ -123,6 +129,7 @@ class EngramStep:
             sequence.memory.tickets_in_time += report.in_time
             sequence.memory.rows_missing += absent
             if absent:
+                sequence.memory.missing_because = sequence.memory.missing_because or _because(cause)
                 sequence.degraded = True
                 if sequence.request.policy.late is Late.FAIL:
                     self.failed.setdefault(sequence, _missing_error(report, absent, cause))
@@ -187,6 +194,11 @@ def _report(group: StepGroup, layer: int, taken: LayerRows | None, absent: int) 
 def _none_came(group: StepGroup) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     shape = (group.windows.token_count, group.memory.model.columns)
     return np.zeros((*shape, group.memory.model.row.bytes), dtype=np.uint8), np.ones(shape, dtype=np.bool_)
+
+
+def _because(cause: TreadleError | None) -> str:
+    """Why rows are missing, in one word; without a cause they had not come when the wait was over."""
+    return "late" if cause is None else next(word for kind, word in ROWS_GONE.items() if isinstance(cause, kind))
 
 
 def _missing_error(report: LayerReport, absent: int, cause: TreadleError | None) -> MemoryMissing:

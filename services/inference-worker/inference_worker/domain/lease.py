@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:  # the scheduler and its tests know requests without torch
-    from inference_worker.domain.engram import EngramMemory
+MemoryT = TypeVar("MemoryT")  # an EngramMemory, an OpenPrefix: the scheduler and its tests know requests without torch
 
 
-class Lease:
+class Lease(Generic[MemoryT]):
     """One request's use of a memory, or of none: the memory stays open until `release`, which counts once. Any thread."""
 
-    def __init__(self, memory: EngramMemory | None = None, released: Callable[[], None] | None = None) -> None:
+    def __init__(self, memory: MemoryT | None = None, released: Callable[[], None] | None = None) -> None:
         self.memory = memory
         self._released, self._lock = released, threading.Lock()
 

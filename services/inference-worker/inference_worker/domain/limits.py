@@ -10,6 +10,9 @@ STOP_STRINGS_MAX = 16  # each new piece of text is searched for all of them
 STOP_CHARACTERS_MAX = 256  # of one stop string: bounds the text held back
 STOP_TOKENS_MAX = 256  # stop token ids of one request
 TOP_LOGPROBS_MAX = 20  # OpenAI's own limit
+LOGIT_BIAS_TOKENS_MAX = 1024  # tokens with a bias of their own in one request
+EMBED_INPUTS_MAX = 64  # texts of one request for vectors
+EMBED_TEXTS_WAITING_MAX = 256  # texts that wait for their vectors, of all requests together
 SALT_CHARACTERS_MAX = 256  # of a cache salt
 REQUEST_ID_CHARACTERS_MAX = 256
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
-from inference_worker.domain.engram import EngramMemory, check_fits, fusion_of, is_fused
-from inference_worker.domain.fusion_mode import FusionMode
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.ports import MemoryPool, OpeningObserver, ResidentVersion, RowHandle
 from treadle.contract.engram_model import EngramModel
 from treadle.contract.errors import DataLoss, FingerprintMismatch, TreadleError, Unavailable
+from treadle.contract.fusion_mode import FusionMode
 from treadle.nn.config import ModelConfig
 from treadle.nn.fusion import EngramFusion
+from treadle.nn.memory_fit import check_fits, fusion_of, is_fused
 from treadle.nn.token_map import compressed_token_map, token_map_digest
 
 log = logging.getLogger("treadle.worker")
@@ -37,12 +39,17 @@ class Opener:
 
     tokenizer_json:  of the language model; its token map is made when the first memory asks, which takes half a second
     mode:            whether rows are added to the hidden state
+    open_elsewhere:  where another process runs the model: has it open the handle's version too, says how rows come there, and raises
+                     why it cannot; this process then holds the version and keeps no weights
+    close_elsewhere: tells that process that this one needs the version no more; waits for nothing and raises nothing
     """
 
     config: ModelConfig
     tokenizer_json: Path
     mode: FusionMode = FusionMode.AUTO
     weights: FusionFile | None = None
+    open_elsewhere: Callable[[RowHandle], str] | None = None
+    close_elsewhere: Callable[[RowHandle], None] | None = None
 
     @cached_property
     def token_map(self) -> str:
@@ -51,14 +58,14 @@ class Opener:
 
     def check(self, model: EngramModel) -> None:
         """Raise FingerprintMismatch, naming the field, for an Engram model that was not made for this language model."""
-        check_fits(model, self.config, lambda: self.token_map)
+        check_fits(model, self.config.layers, self.config.vocab, lambda: self.token_map)
 
     def is_fused(self, model: EngramModel) -> bool:
         """Whether the rows of this model will be added to the hidden state."""
         return is_fused(model, self.mode)
 
     def try_open(
-        self, pool: MemoryPool, found: ResidentVersion, observer: OpeningObserver | None = None
+        self, pool: MemoryPool, found: ResidentVersion[EngramModel], observer: OpeningObserver | None = None
     ) -> EngramMemory | TreadleError:
         """`open`, logged and counted: the memory, or why there is none. Raises nothing."""
         name, version, began = found.model.name, found.version, time.monotonic()
@@ -96,6 +103,11 @@ class Opener:
     def memory_of(self, pool: MemoryPool, handle: RowHandle) -> EngramMemory:
         """The memory of a handle that is open already; it stays open whatever this raises."""
         self.check(handle.model)
+        if self.open_elsewhere is not None:
+            transport = self.open_elsewhere(handle)
+            closing = None if self.close_elsewhere is None else partial(self.close_elsewhere, handle)
+            fused = self.is_fused(handle.model)
+            return EngramMemory(handle, None, fused=fused, transport=transport, close_elsewhere=closing)
         fusion = self._fusion(pool, handle.model, handle.version)
         fusion.pack(keep=False)  # here, so that the first step with it does not wait
         return EngramMemory(handle, fusion, fused=self.is_fused(handle.model))

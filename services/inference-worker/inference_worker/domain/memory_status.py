@@ -41,11 +41,11 @@ class NoCatalogue:
 
     default_memory: EngramMemory | None = None
 
-    def take(self, choice: Choice | None) -> Future[Lease]:
+    def take(self, choice: Choice | None) -> Future[Lease[EngramMemory]]:
         """See Catalogue: none, or NotFound."""
         if choice is not None and choice.model:
             raise NotFound(f"engram.model: {choice.model!r} cannot be had, this worker was started without an Engram pool")
-        waiter: Future[Lease] = Future()
+        waiter: Future[Lease[EngramMemory]] = Future()
         waiter.set_result(Lease())
         return waiter
 

@@ -1,14 +1,16 @@
-"""What the domain needs from outside: somebody to answer to, a pool of Engram memories and their rows, and somebody who counts."""
+"""What the domain needs from outside: somebody to answer to, a pool of Engram memories and their rows, a store of prefixes, and somebody who counts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_worker.domain.request import Piece
+from treadle.contract.dictionary import Dictionary
 from treadle.contract.engram_model import EngramModel
 from treadle.contract.errors import TreadleError
 from treadle.contract.policy import WaitPolicy
@@ -36,6 +38,9 @@ class Observer(Protocol):
 
     def hinted(self, tokens: int) -> None:
         """Rows of so many prompt tokens are being brought near before their step."""
+
+    def prefix_used(self, outcome: str, lookups: int, lookups_outside: int) -> None:
+        """A request with a long prefix is over: dictionary (it answered), exact (the exact KV did) or off_task (degraded)."""
 
     def ended(self, outcome: str) -> None:
         """A request is over: stop, length, cancelled, deadline, refused, memory_missing, failed."""
@@ -117,33 +122,91 @@ class RowHandle(Protocol):
         """Let go of the version. No step may be using it."""
 
 
-class ResidentVersion(Protocol):
-    """A version that a pool holds; `treadle.client.engram.pool_types.ResidentModel` fits."""
+class Named(Protocol):
+    """The manifest of a memory, whatever its kind: an EngramModel, a Dictionary."""
 
     @property
-    def model(self) -> EngramModel: ...
+    def name(self) -> str: ...
+
+
+ModelT_co = TypeVar("ModelT_co", bound=Named, covariant=True)
+
+
+class ResidentVersion(Protocol[ModelT_co]):
+    """A version that a pool or store holds; `treadle.client.engram.pool_types.ResidentModel` fits."""
+
+    @property
+    def model(self) -> ModelT_co:
+        """Its manifest."""
+
     @property
     def version(self) -> str: ...
     @property
     def current(self) -> bool:
-        """True for the version of its model that those get who name none."""
+        """True for the version of its name that those get who name none."""
 
 
-class MemoryPool(Protocol):
-    """Where memories are opened. Called from threads that may wait; raises TreadleErrors."""
+class Source(Protocol[ModelT_co]):
+    """Where versions of one kind of memory are kept. Called from threads that may wait; raises TreadleErrors."""
 
     @property
     def address(self) -> str:
         """What it is called in messages."""
 
-    def resident(self) -> Sequence[ResidentVersion]:
+    def resident(self) -> Sequence[ResidentVersion[ModelT_co]]:
         """What it holds now. Somebody waits for the answer: it comes within a second or so, or an error does."""
+
+
+class MemoryPool(Source[EngramModel], Protocol):
+    """Where Engram memories are opened. Called from threads that may wait; raises TreadleErrors."""
 
     def open(self, model: str, version: str) -> RowHandle:
         """Pin a version and make its rows reachable."""
 
     def read_fusion(self, model: str, version: str) -> bytes:
         """The fusion weights that a version's manifest names."""
+
+
+class MappedPrefix(Protocol):
+    """One version of a dictionary of attention states, mapped; `treadle.client.asm.MappedDictionary` fits."""
+
+    @property
+    def dictionary(self) -> Dictionary:
+        """Its manifest."""
+
+    @property
+    def version(self) -> str: ...
+    @property
+    def tensors(self) -> Mapping[str, NDArray[Any]]:
+        """Views of the mapped file, by name; bf16 comes as uint16. They hold until `close`."""
+
+    @property
+    def path(self) -> Path:
+        """File of the tensors."""
+
+    @property
+    def prefix_kv_path(self) -> Path | None:
+        """File of the exact prefix KV beside it; None: none is kept."""
+
+    def close(self) -> None:
+        """Let go of the version. Nobody may be looking anything up in it."""
+
+
+class PrefixHost(Protocol):
+    """Another process, which runs the model: it maps what this one has opened. Called from threads that may wait."""
+
+    def open(self, mapped: MappedPrefix) -> None:
+        """Map it there too. Raises why it cannot be."""
+
+    def close(self, mapped: MappedPrefix) -> None:
+        """It is needed no more. Waits for nothing and raises nothing."""
+
+
+class DictionaryStore(Source[Dictionary], Protocol):
+    """Where dictionaries are opened. Called from threads that may wait; raises TreadleErrors."""
+
+    def open(self, name: str, version: str, expected: Mapping[str, str]) -> MappedPrefix:
+        """Hold a version and map it. expected: fields that its fingerprint must have."""
 
 
 class LayerFigures(Protocol):
@@ -196,4 +259,4 @@ class OpeningObserver(Protocol):
         """An opening is over: ok, refused (it does not fit the language model) or failed."""
 
     def choice_refused(self, reason: str) -> None:
-        """A request chose in vain: unknown, misfit (made for another language model), full, no_pool, wrong (no such version)."""
+        """A request chose in vain: unknown, misfit (made for another language model), full, no_pool or no_store, wrong (no such version)."""

@@ -1,7 +1,7 @@
 """KV of prompt prefixes, kept for later requests with the same beginning; exact, bounded in bytes.
 
 A block is BLOCK_TOKENS tokens. Its key is a chain hash over everything its KV depends on: salt, model, Engram version
-and whether it is fused, and every token up to the block's end. Owns keys, room and eviction; not what a block holds
+and whether it is fused, the long prefix's version and how it is used, and every token up to the block's end. Owns keys, room and eviction; not what a block holds
 (the engine clones KV into it), nor who may enter (the engine never offers blocks of a degraded request).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -51,8 +51,9 @@ class BlockKeys:
 class PrefixCache(Generic[BlockT]):
     """Blocks by key, least recently used out first. One thread's: the engine's."""
 
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+    def __init__(self, bytes_max: int, on_evicted: Callable[[bytes], None] = lambda _: None) -> None:
+        """on_evicted: called with the key of each block that goes; its children are gone before."""
+        self._bytes_max, self._on_evicted = bytes_max, on_evicted
         self._blocks: OrderedDict[bytes, BlockT] = OrderedDict()
         self.byte_count = 0
         self.evicted = 0
@@ -81,13 +82,28 @@ class PrefixCache(Generic[BlockT]):
             if key in self._blocks:
                 self._blocks.move_to_end(key)
 
-    def put(self, key: bytes, block: BlockT) -> None:
-        """Keep a block, evicting others for it; one larger than the whole cache is not kept."""
-        if key in self._blocks or block.nbytes > self._bytes_max:
-            return
+    def put(self, chain: Sequence[bytes], block: BlockT) -> bool:
+        """Keep the block of the last key of `chain`, evicting others for it; whether it is kept now.
+
+        One larger than the whole cache is not kept, nor one without the block before it: it could never match.
+        """
+        key, before = chain[-1], chain[:-1]
+        if key in self._blocks:
+            return True
+        if block.nbytes > self._bytes_max or (before and before[-1] not in self._blocks):
+            return False
+        if self.byte_count + block.nbytes > self._bytes_max:
+            self.touch(before)
         while self.byte_count + block.nbytes > self._bytes_max:
-            _, old = self._blocks.popitem(last=False)
-            self.byte_count -= old.nbytes
-            self.evicted += 1
+            oldest = next(iter(self._blocks))
+            if before and oldest == before[-1]:  # only its own beginning is left to go
+                return False
+            self._evict(oldest)
         self._blocks[key] = block
         self.byte_count += block.nbytes
+        return True
+
+    def _evict(self, key: bytes) -> None:
+        self.byte_count -= self._blocks.pop(key).nbytes
+        self.evicted += 1
+        self._on_evicted(key)

@@ -1,8 +1,8 @@
 """Who takes part in the next step, and with how many tokens. Knows no model: tokens are counted, not computed.
 
 Order of a step: every decoding sequence gets its one token; then prefills go on in chunks, oldest first. Waiting
-requests join before, first come first served, while there is a place and KV room. A long prompt therefore delays those
-who decode by one chunk at most, and nobody who waits is overtaken.
+requests join before, in the order in which they came, a higher priority as if it had come sooner, while there is a place and KV
+room. A long prompt therefore delays those who decode by one chunk at most, and nobody who waits is overtaken for ever.
 """
 
 from __future__ import annotations
@@ -44,14 +44,25 @@ class Scheduler:
         self.running: list[Sequence] = []
 
     def enqueue(self, sequence: Sequence, retry_after_seconds: float) -> None:
-        """Put a sequence at the end of the queue. Raises ResourceExhausted when `requests_waiting_max` wait already."""
+        """Put a sequence into the queue, behind all whose turn is not later than its own. Raises ResourceExhausted when `requests_waiting_max` wait already."""
         if len(self.waiting) >= self._limits.requests_waiting_max:
             raise ResourceExhausted(
                 f"{len(self.waiting)} requests are waiting, the limit is requests_waiting_max = {self._limits.requests_waiting_max}; "
                 f"try again in {retry_after_seconds:.1f} s",
                 retry_after_seconds,
             )
-        self.waiting.append(sequence)
+        self._insert(sequence)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Have a running sequence wait for its place again, in its old turn; the queue's limit is for those who come."""
+        self.running.remove(sequence)
+        self._insert(sequence)
+
+    def _insert(self, sequence: Sequence) -> None:
+        place = len(self.waiting)
+        while place and self.waiting[place - 1].turn_seconds > sequence.turn_seconds:
+            place -= 1
+        self.waiting.insert(place, sequence)
 
     def take_out(self, unwanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Remove and return the sequences, running or waiting, that `unwanted` is true for; their places are free at once."""
@@ -82,5 +93,5 @@ class Scheduler:
         return slots
 
     def _has_place(self, sequence: Sequence) -> bool:
-        reserved = sum(running.tokens_max for running in self.running)
-        return len(self.running) < self._limits.sequences_max and reserved + sequence.tokens_max <= self._limits.kv_tokens_max
+        reserved = sum(running.kv_tokens_max for running in self.running)
+        return len(self.running) < self._limits.sequences_max and reserved + sequence.kv_tokens_max <= self._limits.kv_tokens_max

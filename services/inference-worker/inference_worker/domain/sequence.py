@@ -13,6 +13,9 @@ from inference_worker.domain.text import TextStream
 if TYPE_CHECKING:  # the scheduler and its tests know sequences without torch
     import torch
 
+    from inference_worker.domain.engram import EngramMemory
+    from inference_worker.domain.prefix import OpenPrefix
+    from inference_worker.domain.prefix_run import PrefixRun
     from treadle.nn.kv import SequenceKV
 
 
@@ -23,6 +26,7 @@ class MemoryCounts:
     tickets: int = 0
     tickets_in_time: int = 0
     rows_missing: int = 0
+    missing_because: str = ""  # of the first that did not come
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +38,8 @@ class Sequence:
     computed:   tokens whose KV is there; tokens[computed:] are still to run
     kv:         keys, values and what the fusion keeps; there while the sequence has its place
     lease:      on the memory that it uses, or on none; released once it is over
+    prefix_lease: the same, on the long prefix that it is answered behind
+    prefix:     what that does for it; None: it has none
     generator:  of this request alone; None: greedy
     block_keys: prefix-cache keys of the full blocks of `tokens` known so far
     published:  blocks of it that are in the prefix cache already
@@ -48,7 +54,9 @@ class Sequence:
     computed: int = 0
     cached: int = 0
     kv: SequenceKV | None = None
-    lease: Lease = field(default_factory=Lease)
+    lease: Lease[EngramMemory] = field(default_factory=Lease)
+    prefix_lease: Lease[OpenPrefix] = field(default_factory=Lease)
+    prefix: PrefixRun | None = None
     generator: torch.Generator | None = None
     block_keys: list[bytes] = field(default_factory=list)
     published: int = 0
@@ -64,6 +72,11 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def turn_seconds(self) -> float:
+        """Its place among those that wait, the smallest first."""
+        return self.request.turn_seconds(self.started_ns / 1e9)
+
+    @property
     def generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
@@ -72,6 +85,29 @@ class Sequence:
     def to_run(self) -> int:
         """Tokens whose KV is not there yet: more than one during prefill."""
         return len(self.tokens) - self.computed
+
+    @property
+    def position_offset(self) -> int:
+        """Added to the places of its tokens: where the model is told that they stand."""
+        return self.prefix.position_offset if self.prefix is not None else 0
+
+    @property
+    def kv_offset(self) -> int:
+        """Tokens of KV before its own: those of the prefix, where the exact KV is used."""
+        return self.prefix.prefix.tokens if self.prefix is not None and self.prefix.is_exact else 0
+
+    @property
+    def kv_tokens_max(self) -> int:
+        """Tokens of KV that it reserves."""
+        return self.kv_offset + self.tokens_max
+
+    def restart_exact(self) -> None:
+        """Begin anew behind the exact KV of the prefix; nothing of it has gone out yet."""
+        assert self.prefix is not None, "only a request with a prefix has something to fall back to"
+        self.prefix.fall_back()
+        self.kv, self.computed, self.cached, self.published = None, 0, 0, 0
+        self.block_keys, self.prompt_logprobs = [], []
+        self.memory, self.degraded = MemoryCounts(), bool(self.request.missing)  # what the first pass met is no part of the answer
 
     @property
     def usage(self) -> Usage:

@@ -1,0 +1,164 @@
+"""A store of dictionaries over the SDK: listed, opened version by version, and followed.
+
+Its files are mapped where they lie; where that cannot be, by way of a cache on this host.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from treadle.client.asm import AsmStore, DictionaryCache, MappedDictionary
+from treadle.client.asm.mapped import Elsewhere
+from treadle.client.asm.watching import PointerWatch
+from treadle.client.endpoint import Endpoint
+from treadle.contract.dictionary import Dictionary
+from treadle.contract.errors import Unavailable
+
+log = logging.getLogger("treadle.worker")
+LIST_SECONDS_MAX = 1.0  # a request waits for this listing; a store that is well answers in milliseconds
+UNHEARD_SECONDS_MAX = 5.0  # a store that is well answers a watch at once; one that refuses it would be asked for ever
+LOOK_SECONDS = 1.0  # between two looks whether the store still answers: it says something every second
+
+
+@dataclass(frozen=True, slots=True)
+class ListedDictionary:
+    """A version that the store keeps; fits ResidentVersion."""
+
+    model: Dictionary
+    version: str
+    current: bool
+
+
+class StoreOfPrefixes:
+    """The DictionaryStore of an endpoint; `close` ends the calls in progress, and there are no more."""
+
+    def __init__(self, endpoint: Endpoint, cache: DictionaryCache | None = None) -> None:
+        """cache: for a store whose files cannot be opened here, its own from here on; None: such a one is refused."""
+        self._endpoint, self._cache = endpoint, cache
+        self._lock, self._closed = threading.Lock(), False
+        self._calling: set[AsmStore] = set()
+
+    @property
+    def address(self) -> str:
+        """See Source."""
+        return self._endpoint.address
+
+    def resident(self) -> list[ListedDictionary]:
+        """See Source."""
+        with self._called() as store:
+            return _listed(store)
+
+    def open(self, name: str, version: str, expected: Mapping[str, str]) -> MappedDictionary:
+        """See DictionaryStore. What is mapped outlives the store's process. One that has to copy it first goes on for the next try."""
+        try:
+            with self._called() as store:
+                return store.open(name, version, expected, timeout_seconds=self._endpoint.timeout_seconds, cache=self._cache)
+        except Elsewhere as error:
+            raise Unavailable(f"{error}; this worker has none: asm_cache_bytes_max is 0") from error
+
+    def close(self) -> None:
+        """End what is in progress: a version that is being brought may have hours to go."""
+        with self._lock:
+            self._closed, calling = True, list(self._calling)
+        for store in calling:
+            store.close()
+        if self._cache is not None:
+            self._cache.close()
+
+    @contextmanager
+    def _called(self) -> Iterator[AsmStore]:
+        with AsmStore(self._endpoint) as store:
+            with self._lock:
+                if self._closed:
+                    raise Unavailable("the worker is stopping")
+                self._calling.add(store)
+            try:
+                yield store
+            except ValueError as error:  # gRPC's, of a channel that was closed under it
+                if not self._closed:
+                    raise
+                raise Unavailable("the worker is stopping") from error
+            finally:
+                with self._lock:
+                    self._calling.discard(store)
+
+
+class StoreConnection:
+    """A Connection to a store: its list again whenever a pointer has moved. What it lists no more goes from the cache, once nobody uses it."""
+
+    def __init__(self, endpoint: Endpoint, cache: DictionaryCache | None = None) -> None:
+        self._endpoint, self._store, self._cache = endpoint, AsmStore(endpoint), cache
+        self._versions: set[str] | None = None  # that were listed last; None: the cache has been tidied since
+        self._lock, self._closed = threading.Lock(), False
+        self._watch: PointerWatch | None = None
+
+    def watch(self, seconds_max: float, /) -> Iterator[list[ListedDictionary]]:
+        """See Connection. The watch renews itself: `seconds_max` bounds its first answer alone."""
+        self._store.status(min(seconds_max, LIST_SECONDS_MAX))  # the watch itself would wait for a store that is not there
+        watch = self._store.watch()
+        with self._lock:
+            if self._closed:
+                return
+            self._watch = watch
+        with _ended_with_its_store(watch, self._tidy):
+            for _ in watch:
+                listed = _listed(self._store)
+                self._versions = {each.version for each in listed}
+                yield listed
+        if not self._closed:
+            why = f": {watch.trouble}" if watch.trouble else ""
+            raise Unavailable(f"{self._endpoint.address} does not answer a watch{why}")
+
+    def close(self) -> None:
+        """See Connection."""
+        with self._lock:
+            self._closed, watch = True, self._watch
+        if watch is not None:
+            watch.cancel()
+        self._store.close()
+
+    def _tidy(self) -> None:
+        versions = self._versions
+        if self._cache is not None and versions is not None:
+            try:
+                tidy = self._cache.keep_listed(self._endpoint.address, versions)
+            except OSError as error:  # the folder's trouble, which openings tell; the watch goes on
+                log.warning("the cache of dictionaries cannot be tidied", extra={"reason": str(error)})
+                tidy = True
+            if tidy and self._versions is versions:
+                self._versions = None
+
+
+@contextmanager
+def _ended_with_its_store(watch: PointerWatch, look_too: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """End a watch, which waits for its store for ever, once that no longer answers, or has not for UNHEARD_SECONDS_MAX.
+
+    look_too: called at every look
+    """
+    over, began = threading.Event(), time.monotonic()
+
+    def look() -> None:
+        answered = False
+        while not over.wait(LOOK_SECONDS):
+            if not watch.connected and (answered or time.monotonic() - began > UNHEARD_SECONDS_MAX):
+                watch.cancel()
+                return
+            answered = answered or watch.connected
+            look_too()
+
+    looking = threading.Thread(target=look, name="treadle-store-look", daemon=True)
+    looking.start()
+    try:
+        yield
+    finally:
+        over.set()
+        looking.join()
+
+
+def _listed(store: AsmStore) -> list[ListedDictionary]:
+    return [ListedDictionary(each.dictionary, each.version, each.current) for each in store.list(timeout_seconds=LIST_SECONDS_MAX)]
