@@ -29,7 +29,13 @@ class UsageAnswer(TypedDict):
 
 
 class MemoryAnswer(TypedDict):
-    """What one piece of memory did for the request; tickets are layers of steps it took part in."""
+    """What one piece of memory, `engram` or `prefix`, did for the request; tickets are layers of steps it took part in.
+
+    `missing_because`: why rows are missing: late, unavailable, damaged, gone, refused; of a prefix `off_task` (the prompt is not what its
+    dictionary was made for) or `unavailable` (it was answered without); empty: nothing is missing.
+    Of a prefix alone: `lookups` in its dictionary, those `lookups_outside` its calibration, `fell_back` to its exact KV, and the
+    tokens that it stands for.
+    """
 
     kind: str
     name: str
@@ -39,6 +45,11 @@ class MemoryAnswer(TypedDict):
     tickets_in_time: int
     rows_missing: int
     shadowed: bool
+    missing_because: str
+    lookups: int
+    lookups_outside: int
+    fell_back: bool
+    prefix_tokens: int
 
 
 class TreadleAnswer(TypedDict):
@@ -69,21 +80,43 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCallAnswer(TypedDict):
+    """The function that is called; `arguments` is JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallAnswer(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCallAnswer
+
+
+class ToolCallDelta(ToolCallAnswer):
+    """A call of a tool in a chunk: each comes whole."""
+
+    index: int
+
+
 class AnswerMessage(TypedDict):
-    """The answer's turn."""
+    """The answer's turn. `content` is null where it only calls tools."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: NotRequired[list[ToolCallAnswer]]
 
 
 class ChatChoice(TypedDict):
-    """The one answer."""
+    """One answer; `abort`: its caller cancelled it."""
 
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ChatCompletion(TypedDict):
@@ -103,15 +136,16 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCallDelta]]
 
 
 class ChatChunkChoice(TypedDict):
-    """A chunk's part of the one answer."""
+    """A chunk's part of one answer."""
 
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
 
 
 class ChatCompletionChunk(TypedDict):
@@ -136,12 +170,12 @@ class TextLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """The one completion, or what a chunk adds to it."""
+    """One completion, or what a chunk adds to it."""
 
     index: int
     text: str
     logprobs: TextLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls", "abort"] | None
 
 
 class Completion(TypedDict):
@@ -154,6 +188,37 @@ class Completion(TypedDict):
     choices: list[CompletionChoice]
     usage: NotRequired[UsageAnswer | None]
     treadle: NotRequired[TreadleAnswer]
+
+
+class EmbeddingAnswer(TypedDict):
+    """The vector of one input, of length 1: numbers, or their float32 bytes, little-endian, in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens of all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(TypedDict):
+    """Answer of /v1/embeddings."""
+
+    object: Literal["list"]
+    data: list[EmbeddingAnswer]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Cancelled(TypedDict):
+    """A request was told to end."""
+
+    id: str
+    cancelled: Literal[True]
 
 
 class ModelTreadle(TypedDict):
@@ -210,11 +275,21 @@ class Health(TypedDict):
     status: Literal["ok"]
 
 
+class WorkerReadiness(TypedDict):
+    """One worker. `model`: null before it has answered; `reason`: why it gets no requests."""
+
+    name: str
+    model: str | None
+    state: Literal["ready", "away", "draining", "differs", "resting"]
+    reason: NotRequired[str]
+
+
 class Readiness(TypedDict):
     """Whether requests would be served now, and if not, why."""
 
     ready: bool
     reason: NotRequired[str]
+    workers: list[WorkerReadiness]
 
 
 class Version(TypedDict):

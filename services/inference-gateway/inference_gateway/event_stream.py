@@ -6,7 +6,7 @@ Owns the framing. Until the stream is open, an error can still be answered with 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -28,15 +28,22 @@ class EventStream:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = asyncio.Lock()  # events and keep-alive comments come from two tasks
+        self.headers = list(_HEADERS)
+        """Sent with the first event: more may be added before it."""
         self.opened = False
 
-    async def event(self, content: Mapping[str, Any]) -> None:
-        """Send one object."""
-        await self._write(b"data: " + json_bytes(content) + b"\n\n")
+    async def events(self, contents: Sequence[Mapping[str, Any]]) -> None:
+        """Send objects, an event each, in one write; nothing for none."""
+        if contents:
+            await self._write(_events(contents))
 
-    async def finish(self, last: Mapping[str, Any] | None = None) -> None:
-        """Send `last` if given, `[DONE]`, and end the answer. Gives up on a client that does not read."""
-        text = b"" if last is None else b"data: " + json_bytes(last) + b"\n\n"
+    async def event(self, json: bytes) -> None:
+        """Send one object that is JSON already."""
+        await self._write(b"data: " + json + b"\n\n")
+
+    async def finish(self, last: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Send the last objects, `[DONE]`, and end the answer, in one write. Gives up on a client that does not read."""
+        text = _events(last)
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await self._write(text + b"data: [DONE]\n\n", more=False)
@@ -62,5 +69,9 @@ class EventStream:
         async with self._lock:
             if not self.opened:
                 self.opened = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await self._send({"type": "http.response.start", "status": 200, "headers": self.headers})
             await self._send({"type": "http.response.body", "body": text, "more_body": more})
+
+
+def _events(contents: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join([b"data: " + json_bytes(content) + b"\n\n" for content in contents])

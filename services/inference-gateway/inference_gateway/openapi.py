@@ -10,23 +10,28 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from inference_gateway import answer_models, http_models
+from inference_gateway import answer_models, http_models, status_answer
 
 _Json = dict[str, Any]
 _REF = "#/components/schemas/{model}"
 _SCHEMAS = (
-    http_models.ChatCompletionRequest, http_models.CompletionRequest,
+    http_models.ChatCompletionRequest, http_models.CompletionRequest, http_models.EmbeddingRequest,
     answer_models.ChatCompletion, answer_models.ChatCompletionChunk, answer_models.Completion,
-    answer_models.ModelList, answer_models.ModelAnswer, answer_models.ErrorAnswer,
-    answer_models.Health, answer_models.Readiness, answer_models.Version,
+    answer_models.EmbeddingList, answer_models.Cancelled, answer_models.ModelList, answer_models.ModelAnswer, answer_models.ErrorAnswer,
+    answer_models.Health, answer_models.Readiness, answer_models.Version, status_answer.FabricStatus,
 )  # fmt: skip
+_FRAME_ERRORS = {  # of every route
+    "403": "The gateway has no keys and the request came by way of a web page, or under a name that is not this machine's.",
+    "431": "Target and headers are too large.",
+}
+_KEY_ERRORS = {"401": "No key, or not the right one."}  # of every route that asks for one
 _GENERATION_ERRORS = {
     "400": "The body is not JSON, a field is wrong or not supported (`param` names it), or the prompt is too long.",
-    "401": "No key, or not the right one.",
-    "403": "The gateway has no keys and the request came by way of a web page, or under a name that is not this machine's.",
     "404": "The model is not served here, or there is no memory of that name for it.",
     "408": "The body did not arrive in time.",
     "413": "The body is too large.",
+    "429": "The key has used what it may in this minute, or has too many requests at once; see Retry-After.",
+    "499": "The request was cancelled by its caller before there was anything to answer.",
     "502": "The worker failed, or the memory that was chosen is damaged.",
     "503": "No worker is ready, or too many requests are waiting; see Retry-After.",
     "504": "Not complete within the time limit.",
@@ -43,10 +48,10 @@ def openapi_document(version: str) -> _Json:
         "info": {
             "title": "treadle inference gateway",
             "version": version,
-            "description": "OpenAI-compatible chat and completions. Fields that are not listed are ignored, unless they ask for "
+            "description": "OpenAI-compatible chat, completions and embeddings. Fields that are not listed are ignored, unless they ask for "
             "something that is not supported yet: then they are refused by name.",
         },
-        "paths": _paths(),
+        "paths": {path: {verb: _framed(operation) for verb, operation in verbs.items()} for path, verbs in _paths().items()},
         "components": {
             "schemas": definitions["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -56,7 +61,7 @@ def openapi_document(version: str) -> _Json:
 
 def _paths() -> _Json:
     key: list[_Json] = [{"key": []}, {}]  # {}: a gateway on loopback may ask for none
-    model_errors = {"401": "No key, or not the right one.", "503": "No worker was met yet."}
+    model_errors = {"503": "No worker was met yet."}
     name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "/v1/chat/completions": {
@@ -66,6 +71,8 @@ def _paths() -> _Json:
         "/v1/completions": {
             "post": _generation("Continue a text", "CompletionRequest", "Completion", "Completion") | {"security": key}
         },
+        "/v1/embeddings": {"post": _posted("Make vectors of texts", "EmbeddingRequest", "EmbeddingList") | {"security": key}},
+        "/v1/requests/{request_id}/cancel": {"post": _cancel() | {"security": key}},
         "/v1/models": {
             "get": _look("The model, and an alias `MODEL+MEMORY` for each memory that can be chosen", "ModelList", model_errors)
             | {"security": key}
@@ -74,11 +81,40 @@ def _paths() -> _Json:
             "get": _look("One model, or an alias of it", "ModelAnswer", model_errors | {"404": "The model is not served here."})
             | {"security": key, "parameters": [name]}
         },
+        "/v1/treadle/status": {"get": _look("How gateway, workers and pools are", "FabricStatus", {}) | {"security": key}},
+        "/": {"get": _text("A page with status, charts and a chat, for people", "text/html")},
         "/health": {"get": _look("Whether the process lives", "Health", {})},
         "/ready": {"get": _ready()},
         "/version": {"get": _look("Versions", "Version", {})},
         "/metrics": {"get": _text("Figures in Prometheus's format", "text/plain")},
         "/openapi.json": {"get": _text("This document", "application/json")},
+    }
+
+
+def _framed(operation: _Json) -> _Json:
+    """An operation with what may come of it before its route has it."""
+    errors = _FRAME_ERRORS | (_KEY_ERRORS if "security" in operation else {})
+    return operation | {"responses": operation["responses"] | _errors(errors)}
+
+
+def _posted(summary: str, request: str, answer: str) -> _Json:
+    return {
+        "summary": summary,
+        "requestBody": {"required": True, "content": _content(request)},
+        "responses": {"200": {"description": summary, "content": _content(answer)}, **_errors(_GENERATION_ERRORS)},
+    }
+
+
+def _cancel() -> _Json:
+    told = "It is told to end: its answer is what there is of it, with the finish reason `abort`."
+    request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    return {
+        "summary": "End a request of the same key, by its X-Request-Id or the id of its answer",
+        "parameters": [request_id],
+        "responses": {
+            "200": {"description": told, "content": _content("Cancelled")},
+            **_errors({"404": "No such request of this key is in progress."}),
+        },
     }
 
 

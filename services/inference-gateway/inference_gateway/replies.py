@@ -13,8 +13,21 @@ from typing import Any
 
 from starlette.responses import Response
 
-from inference_gateway.answer_models import ErrorAnswer
-from inference_gateway.domain.errors import BodyTooLarge, BodyTooSlow, MemoryDamaged, ModelNotFound, PageRefused, RequestRefused
+from inference_gateway.answer_models import ErrorAnswer, TreadleAnswer
+from inference_gateway.domain.errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    HeadTooLarge,
+    MemoryDamaged,
+    ModelNotFound,
+    PageRefused,
+    PrefixDamaged,
+    RateLimited,
+    RequestCancelled,
+    RequestNotFound,
+    RequestRefused,
+    WorkerStalled,
+)
 from treadle.contract.errors import (
     AccessDenied,
     DeadlineExceeded,
@@ -24,6 +37,8 @@ from treadle.contract.errors import (
     Unavailable,
 )
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps makes a new one for each call
+DEGRADED = "x-treadle-degraded"  # names the kinds of memory that an answer missed
 RETRY_SECONDS = 1.0  # where an error does not say when to try again
 
 
@@ -46,11 +61,17 @@ ERROR_KINDS: dict[type[Exception], ErrorKind] = {
     PageRefused: ErrorKind(403, "invalid_request_error", "not_local"),
     ModelNotFound: ErrorKind(404, "invalid_request_error", "model_not_found", "model"),
     BodyTooSlow: ErrorKind(408, "invalid_request_error", "request_timeout"),
+    RequestNotFound: ErrorKind(404, "invalid_request_error", "request_not_found"),
+    RequestCancelled: ErrorKind(499, "invalid_request_error", "request_cancelled"),  # as nginx calls a client that went
     BodyTooLarge: ErrorKind(413, "invalid_request_error", "request_too_large"),
+    RateLimited: ErrorKind(429, "rate_limit_error", "rate_limit_exceeded", retry=True),
+    HeadTooLarge: ErrorKind(431, "invalid_request_error", "headers_too_large"),
     TreadleError: ErrorKind(502, "server_error", "worker_failed", message="the worker failed; the gateway's log has the details"),
     MemoryDamaged: ErrorKind(502, "server_error", "engram_damaged"),  # says which, and why
+    PrefixDamaged: ErrorKind(502, "server_error", "prefix_damaged", "treadle.prefix"),
     ResourceExhausted: ErrorKind(503, "server_error", "overloaded", retry=True),
     Unavailable: ErrorKind(503, "server_error", "unavailable", retry=True),
+    WorkerStalled: ErrorKind(504, "server_error", "worker_stalled"),
     DeadlineExceeded: ErrorKind(504, "server_error", "deadline_exceeded"),
 }
 _BUG = ErrorKind(500, "server_error", "internal_error", message="internal error; the gateway's log has the details")
@@ -85,6 +106,16 @@ def error_reply(error: Exception) -> Response:
     return json_reply(error_answer(error), kind.status, headers)
 
 
+def degraded_headers(treadle: TreadleAnswer | None) -> dict[str, str]:
+    """The header of an answer made with memory missing; none for any other."""
+    if treadle is None or not treadle["degraded"]:
+        return {}
+    kinds = sorted({memory["kind"] for memory in treadle["memory"] if memory["rows_missing"] or memory["missing_because"]}) or [
+        "engram"
+    ]
+    return {DEGRADED: ",".join(kinds)}
+
+
 def json_reply(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A JSON answer."""
     return Response(json_bytes(content), status, headers, media_type="application/json")
@@ -92,4 +123,4 @@ def json_reply(content: Mapping[str, Any], status: int = 200, headers: Mapping[s
 
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Compact JSON in ASCII alone: no byte of it can end a line of an event, and unpaired surrogates survive."""
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(content).encode("ascii")

@@ -5,18 +5,17 @@ Owns the lists of known fields. Refusals name the field as OpenAI does: `message
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from inference_gateway import http_models
+from inference_gateway.chat_parsing import chat_prompt, extras
 from inference_gateway.domain.errors import RequestRefused
 from inference_gateway.domain.generation import (
-    ChatPrompt,
     MemoryWish,
-    Message,
     Prompt,
     Sampling,
     TextPrompt,
@@ -24,26 +23,15 @@ from inference_gateway.domain.generation import (
     Wish,
 )
 from inference_gateway.domain.memories import MemoryChoice, parse_choice
+from inference_gateway.domain.prefixes import FIELD, PrefixChoice, parse_prefix
+from inference_gateway.domain.tool_calls import CALL_CLOSES
 from treadle.contract.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=BaseModel)
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's, for /v1/completions only
-MESSAGE_CONTENT_JOINT = "\n"  # between the text parts of one message, as vLLM joins them
 
-# Known fields that are not supported yet, with the values that ask for nothing.
-_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logit_bias": (None, {}),
-    "frequency_penalty": (None, 0, 0.0),
-    "presence_penalty": (None, 0, 0.0),
-    "top_k": (None, -1, 0),
-    "min_p": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-}
+# Known fields that are not supported, with the values that ask for nothing.
 UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
-    **_UNSUPPORTED,
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -56,21 +44,20 @@ UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "store": (None, False),
 }
 UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
-    **_UNSUPPORTED,
-    "best_of": (None, 1),
     "echo": (None, False),
     "suffix": (None, ""),
+    "response_format": (None, {"type": "text"}),
 }
-_UNSUPPORTED_MESSAGE: Mapping[str, tuple[Any, ...]] = {
-    "tool_calls": (None, []),
-    "function_call": (None,),
-    "audio": (None,),
+_WHY = {  # where it may be asked what to do instead
+    "response_format": "answers are not made to follow a schema; ask for the form in the prompt, and check what comes",
+    "functions": "give them as 'tools'",
+    "function_call": "say it with 'tool_choice'",
 }
 # Fields that change nothing here, each with its own label in the metric; every other unknown one is counted as "other".
+SESSION_FIELDS = ("prompt_cache_key", "user")  # they say which requests should meet the same worker, and nothing else here
 IGNORED = frozenset(
     {
-        "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "parallel_tool_calls",
+        "metadata", "service_tier", "safety_identifier", "prompt_cache_retention",
     }
 )  # fmt: skip
 
@@ -81,15 +68,40 @@ class Limits:
 
     messages_max: int
     stop_strings_max: int
+    choices_max: int
+    prompts_max: int
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A request, understood: the wish, how its answer is to be written, and the labels of ignored fields."""
+    """A request, understood: the wishes, how their answers are to be written, and the labels of ignored fields.
 
-    wish: Wish
+    wishes:  one for each prompt
+    choices: answers to each of them
+    timeout_seconds: longest time for the answer; None: the gateway's
+    """
+
+    wishes: tuple[Wish, ...]
+    choices: int
     stream: bool
     include_usage: bool
+    ignored: tuple[str, ...]
+    timeout_seconds: float | None = None
+
+    @property
+    def wish(self) -> Wish:
+        """The first one: but for the prompt, all are alike."""
+        return self.wishes[0]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOrder:
+    """A request for vectors, understood. `dimensions`: None: the model's own."""
+
+    model: str
+    prompts: tuple[TextPrompt | TokenPrompt, ...]
+    base64: bool
+    dimensions: int | None
     ignored: tuple[str, ...]
 
 
@@ -101,30 +113,61 @@ def parse_chat(body: bytes, limits: Limits) -> Order:
         raise RequestRefused(f"'messages': at most {limits.messages_max}", param="messages")
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestRefused("'top_logprobs' needs 'logprobs': true", param="top_logprobs")
-    prompt = ChatPrompt(tuple(_message(index, message) for index, message in enumerate(request.messages)))
+    prompt = chat_prompt(request)
     tokens_max = request.max_completion_tokens or request.max_tokens
     top_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    ignored = [*_ignored(request, UNSUPPORTED_CHAT), *("messages" for message in request.messages if _extras(message))]
-    return _order(request, prompt, _sampling(request, tokens_max, top_logprobs, limits), ignored)
+    sampling = _sampling(request, tokens_max, top_logprobs, limits)
+    if prompt.tools and request.parallel_tool_calls is False:
+        sampling = replace(sampling, stop=_stop_after_one_call(sampling.stop, limits))
+    ignored = [*_ignored(request, UNSUPPORTED_CHAT), *("messages" for message in request.messages if extras(message))]
+    return _order(request, (prompt,), sampling, ignored, limits)
 
 
 def parse_completion(body: bytes, limits: Limits) -> Order:
     """The order in the body of /v1/completions. Raises RequestRefused naming the field."""
     request = _validated(http_models.CompletionRequest, body)
     _refuse_unsupported(request, UNSUPPORTED_COMPLETION)
+    if request.best_of not in (None, request.n or 1):
+        raise RequestRefused(
+            "'best_of': every answer is returned, so only the value of 'n'", param="best_of", code="unsupported_value"
+        )
     sampling = _sampling(request, request.max_tokens or COMPLETION_TOKENS_DEFAULT, request.logprobs, limits)
-    return _order(request, _prompt(request.prompt), sampling, list(_ignored(request, UNSUPPORTED_COMPLETION)))
+    prompts = _prompts(request.prompt, "prompt", limits.prompts_max)
+    return _order(request, prompts, sampling, list(_ignored(request, UNSUPPORTED_COMPLETION)), limits)
 
 
-def _order(request: http_models._GenerationRequest, prompt: Prompt, sampling: Sampling, ignored: list[str]) -> Order:
-    options = request.stream_options
+def parse_embedding(body: bytes, limits: Limits) -> EmbeddingOrder:
+    """The order in the body of /v1/embeddings. Raises RequestRefused naming the field."""
+    request = _validated(http_models.EmbeddingRequest, body)
+    return EmbeddingOrder(
+        model=request.model,
+        prompts=_prompts(request.input, "input", http_models.EMBED_INPUTS_MAX),
+        base64=request.encoding_format == "base64",
+        dimensions=request.dimensions,
+        ignored=tuple(_ignored(request, {})),
+    )
+
+
+def _order(
+    request: http_models._GenerationRequest, prompts: Sequence[Prompt], sampling: Sampling, ignored: list[str], limits: Limits
+) -> Order:
+    options, more = request.stream_options, request.treadle or http_models.TreadleOptions()
     if options is not None and not request.stream:
         raise RequestRefused("'stream_options' needs 'stream': true", param="stream_options")
+    choices = request.n or 1
+    if choices > limits.choices_max:
+        raise RequestRefused(f"'n': at most {limits.choices_max}", param="n", code="invalid_value")
+    memory = _memory(request.treadle)
     return Order(
-        wish=Wish(request.model, prompt, sampling, _memory(request.treadle)),
+        wishes=tuple(
+            Wish(request.model, prompt, sampling, memory, more.priority, request.cache_salt, _session(request))
+            for prompt in prompts
+        ),
+        choices=choices,
         stream=bool(request.stream),
         include_usage=bool(options and options.include_usage),
         ignored=tuple(ignored),
+        timeout_seconds=more.timeout_seconds,
     )
 
 
@@ -143,17 +186,39 @@ def _sampling(
         stop_token_ids=request.stop_token_ids or (),
         ignore_eos=bool(request.ignore_eos),
         top_logprobs=top_logprobs,
+        logit_bias=_logit_bias(request.logit_bias or {}),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        top_k=max(request.top_k or 0, 0),
+        min_p=request.min_p or 0.0,
     )
+
+
+def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    for key in bias:
+        if not (key.isascii() and key.isdecimal() and int(key) <= http_models.TOKEN_ID_MAX):
+            raise RequestRefused(f"'logit_bias': {key[:64]!r} is no token id", param="logit_bias", code="invalid_value")
+    return tuple((int(key), value) for key, value in bias.items())
+
+
+def _stop_after_one_call(stop: tuple[str, ...], limits: Limits) -> tuple[str, ...]:
+    """Stop strings that end an answer with its first call of a tool."""
+    if len(stop) >= limits.stop_strings_max:
+        raise RequestRefused(
+            f"'stop': at most {limits.stop_strings_max - 1} strings beside 'parallel_tool_calls': false, which takes one",
+            param="stop",
+        )
+    return (*stop, CALL_CLOSES)
 
 
 def _memory(options: http_models.TreadleOptions | None) -> MemoryWish:
     if options is None:
         return MemoryWish()
-    for name in ("prefix", "session"):
-        if getattr(options, name) is not None:
-            raise RequestRefused(f"'treadle.{name}' is not supported yet", param=f"treadle.{name}", code="unsupported_value")
+    if options.session is not None:
+        raise RequestRefused("'treadle.session' is not supported yet", param="treadle.session", code="unsupported_value")
     policy = options.policy or http_models.MemoryPolicyOptions()
-    return MemoryWish(_engram(options.engram), policy.wait_seconds_max, policy.late)
+    return MemoryWish(_engram(options.engram), policy.wait_seconds_max, policy.late, _prefix(options.prefix))
 
 
 def _engram(text: str | None) -> MemoryChoice | None:
@@ -163,42 +228,41 @@ def _engram(text: str | None) -> MemoryChoice | None:
         raise RequestRefused(f"'treadle.engram': {error}", param="treadle.engram", code="invalid_value") from error
 
 
-def _message(index: int, message: http_models.ChatMessage) -> Message:
-    place = f"messages[{index}]"
-    _refuse_unsupported(message, _UNSUPPORTED_MESSAGE, f"{place}.")
-    if message.content is None and message.role != "assistant":
-        raise RequestRefused(f"'{place}.content' is needed for the role {message.role!r}", param=f"{place}.content")
-    parts = message.content or ""
-    text = parts if isinstance(parts, str) else MESSAGE_CONTENT_JOINT.join(part.text for part in parts)
-    return Message("system" if message.role == "developer" else message.role, text, message.name)
+def _prefix(text: str | None) -> PrefixChoice | None:
+    try:
+        return None if text is None else parse_prefix(text)
+    except InvalidArgument as error:
+        raise RequestRefused(f"'{FIELD}': {error}", param=FIELD, code="invalid_value") from error
 
 
-def _prompt(prompt: str | tuple[Any, ...]) -> Prompt:
+def _prompts(prompt: str | tuple[Any, ...], field: str, count_max: int) -> tuple[TextPrompt | TokenPrompt, ...]:
     if isinstance(prompt, str):
-        return TextPrompt(prompt)
-    first = prompt[0]
-    if isinstance(first, int):
-        return TokenPrompt(prompt)
-    if len(prompt) > 1:
-        raise RequestRefused("'prompt': one prompt a request; send several requests for several", param="prompt")
-    return TextPrompt(first) if isinstance(first, str) else TokenPrompt(first)
+        return (TextPrompt(prompt),)
+    if isinstance(prompt[0], int):
+        return (TokenPrompt(prompt),)
+    if len(prompt) > count_max:
+        raise RequestRefused(f"'{field}': at most {count_max} in one request", param=field, code="invalid_value")
+    return tuple(TextPrompt(each) if isinstance(each, str) else TokenPrompt(each) for each in prompt)
 
 
-def _refuse_unsupported(request: BaseModel, table: Mapping[str, tuple[Any, ...]], place: str = "") -> None:
-    for name, value in _extras(request).items():
+def _refuse_unsupported(request: BaseModel, table: Mapping[str, tuple[Any, ...]]) -> None:
+    for name, value in extras(request).items():
         if name in table and not any(type(value) is type(known) and value == known for known in table[name]):
-            raise RequestRefused(f"'{place}{name}': this value is not supported", param=place + name, code="unsupported_value")
+            why = f"; {_WHY[name]}" if name in _WHY else ""
+            raise RequestRefused(f"'{name}': this value is not supported{why}", param=name, code="unsupported_value")
 
 
 def _ignored(request: BaseModel, known: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
     """Labels of the fields that meant nothing."""
-    for name in _extras(request):
-        if name not in known:
+    for name in extras(request):
+        if name not in known and name not in SESSION_FIELDS:
             yield name if name in IGNORED else "other"
 
 
-def _extras(request: BaseModel) -> dict[str, Any]:
-    return request.model_extra or {}
+def _session(request: BaseModel) -> str:
+    """The session that a request belongs to, by the first of OpenAI's fields that says so; "": none."""
+    told = (extras(request).get(name) for name in SESSION_FIELDS)
+    return next((value for value in told if isinstance(value, str) and value), "")
 
 
 def _validated(cls: type[Model], body: bytes) -> Model:

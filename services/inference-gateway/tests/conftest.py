@@ -8,6 +8,7 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from treadle.contract import PROTO_VERSION
 from treadle.inference.v1 import worker_pb2, worker_pb2_grpc
 
+sys.path.append(str(Path(__file__).parent))  # called_workers.py
 READY_SECONDS = 20.0
 MODEL = "tiny-chat"
 CHATML = (
@@ -71,6 +73,23 @@ def memories() -> list[worker_pb2.EngramModelStatus]:
     ]
 
 
+def prefixes() -> list[worker_pb2.PrefixStatus]:
+    """The long prefixes that the scripted worker has to choose from: one that is open, one that does not fit."""
+    return [
+        worker_pb2.PrefixStatus(name="foreign", version="f0" * 32, prefix_tokens=50, refusal="made with another language model"),
+        worker_pb2.PrefixStatus(name="rules", version="2c" * 32, prefix_tokens=900, open=True, mapped_bytes=1 << 20, fallbacks=3),
+    ]
+
+
+def prefix_report(request: worker_pb2.GenerateRequest, **more: Any) -> worker_pb2.MemoryReport:
+    """What the scripted worker says of the prefix that it used for a request."""
+    told: dict[str, Any] = {
+        "kind": "prefix", "name": request.prefix.name, "version": "2c" * 32, "transport": "mapped", "lookups": 400, "lookups_outside": 12,
+        "prefix_tokens": 900,
+    }  # fmt: skip
+    return worker_pb2.MemoryReport(**(told | more))
+
+
 def memory_reports(request: worker_pb2.GenerateRequest) -> list[worker_pb2.MemoryReport]:
     """What the scripted worker says of the memory that it used for a request."""
     name = request.engram.model if request.HasField("engram") else "smollm2-demo"
@@ -80,7 +99,7 @@ def memory_reports(request: worker_pb2.GenerateRequest) -> list[worker_pb2.Memor
             kind="engram", name=name, version=versions.get(name, ""), transport="mapped",
             tickets=6, tickets_in_time=5, rows_missing=0, shadowed=name == "smollm2-demo",
         )
-    ] if name else []  # fmt: skip
+    ] * bool(name) + [prefix_report(request)] * request.HasField("prefix")  # fmt: skip
 
 
 def last_message(
@@ -132,7 +151,10 @@ async def degrade(request: worker_pb2.GenerateRequest, context: Any) -> AsyncIte
     """An answer whose first token was made with memory missing."""
     yield worker_pb2.GenerateResponse(token_ids=b"H", text_delta="H", degraded=True)
     yield worker_pb2.GenerateResponse(token_ids=b"i", text_delta="i")
-    yield last_message(request, 2, worker_pb2.FINISH_REASON_STOP)
+    last = last_message(request, 2, worker_pb2.FINISH_REASON_STOP)
+    for report in last.memory:
+        report.rows_missing, report.missing_because = 3, "late"
+    yield last
 
 
 def refuse_with(code: grpc.StatusCode, details: str = "as the test wants it", *trailing: tuple[str, str]) -> Script:
@@ -182,11 +204,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script: Script = say_hello
         self.status: dict[str, Any] = {
             "model": MODEL, "context_tokens_max": 256, "proto_version": PROTO_VERSION, "build_version": "0", "pid": os.getpid(),
-            "engram_models": memories(),
+            "engram_models": memories(), "prefixes": prefixes(), "embedding_dim": 2,
         } | self._status  # fmt: skip
+        self.blocks: list[worker_pb2.CachedBlock] = []  # of its prefix cache
         self.requests: list[worker_pb2.GenerateRequest] = []
+        self.embeds: list[worker_pb2.EmbedRequest] = []
         self.timeouts: list[float] = []
+        self.written = 0  # messages of answers
         self.keys: list[str] = []
+        self.traces: list[str] = []
         self.cancelled = threading.Event()
 
     def start(self) -> None:
@@ -205,17 +231,20 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def Generate(self, request: worker_pb2.GenerateRequest, context: Any) -> AsyncIterator[worker_pb2.GenerateResponse]:  # noqa: N802
         self.requests.append(request)
         self.timeouts.append(context.time_remaining())
+        self.traces += [value for name, value in context.invocation_metadata() if name == "traceparent"]
         self.keys += [value for name, value in context.invocation_metadata() if name == "authorization"]
         await self._check_memory(request, context)
         try:
             async for response in self.script(request, context):
                 yield response
+                self.written += 1
         except (asyncio.CancelledError, GeneratorExit):  # while it made a message, or while one was on its way
             self.cancelled.set()
             raise
 
     async def _check_memory(self, request: worker_pb2.GenerateRequest, context: Any) -> None:
-        """Refuse a memory that the status does not list, or lists with a refusal."""
+        """Refuse a memory or prefix that the status does not list, or lists with a refusal."""
+        await self._check_prefix(request, context)
         name = request.engram.model
         refusals = {memory.model: memory.refusal for memory in self.status["engram_models"]}
         if not name or name == self.status["engram_model"]:
@@ -227,6 +256,30 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         if refusals[name]:
             field = (("treadle-error", "FingerprintMismatch"), ("treadle-field", "token_map"))
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusals[name], field)
+
+    async def _check_prefix(self, request: worker_pb2.GenerateRequest, context: Any) -> None:
+        name = request.prefix.name
+        refusals = {prefix.name: prefix.refusal for prefix in self.status["prefixes"]}
+        if name and name not in refusals:
+            text = f"prefix.name: there is no prefix {name!r} here; there is 'rules'"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text, (("treadle-error", "NotFound"),))
+        if name and refusals[name]:
+            field = (("treadle-error", "PrefixMisfit"), ("treadle-field", "model.rope"))
+            text = f"prefix {name!r} was made with another language model: fingerprint field 'model.rope' differs"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text, field)
+
+    async def Embed(self, request: worker_pb2.EmbedRequest, context: Any) -> worker_pb2.EmbedResponse:  # noqa: N802
+        self.embeds.append(request)
+        vectors = [struct.pack("<2f", len(each.token_ids), each.token_ids[0]) for each in request.inputs]
+        return worker_pb2.EmbedResponse(embeddings=[worker_pb2.Embedding(values=vector) for vector in vectors])
+
+    async def WatchBlocks(  # noqa: N802
+        self, request: worker_pb2.WatchBlocksRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchBlocksResponse]:
+        yield worker_pb2.WatchBlocksResponse(stored=self.blocks, snapshot_complete=True)
+        while True:
+            await asyncio.sleep(1)
+            yield worker_pb2.WatchBlocksResponse()
 
     async def Status(self, request: worker_pb2.StatusRequest, context: Any) -> worker_pb2.StatusResponse:  # noqa: N802
         return worker_pb2.StatusResponse(**self.status)

@@ -22,6 +22,8 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     return dict(error)
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+WRONG_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
 CHAT_REFUSALS = [
     ("temperature", {"temperature": "0.5"}),
     ("temperature", {"temperature": 2.5}),
@@ -47,12 +49,17 @@ CHAT_REFUSALS = [
     ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
     ("messages[0].content", {"messages": [{"role": "user"}]}),
     ("messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
-    ("messages[1].tool_calls", {"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
+    ("messages[1].tool_calls[0].function", {"messages": [*HI, {"role": "assistant", "tool_calls": [{"id": "1"}]}]}),
     ("model", {"model": None}),
     ("model", {"model": ""}),
     ("treadle", {"treadle": 1}),
     ("treadle.memory", {"treadle": {"memory": "x"}}),
-    ("treadle.prefix", {"treadle": {"prefix": "rules"}}),
+    ("treadle.prefix", {"treadle": {"prefix": "unknown"}}),
+    ("treadle.prefix", {"treadle": {"prefix": ""}}),
+    ("treadle.prefix", {"treadle": {"prefix": "default"}}),
+    ("treadle.prefix", {"treadle": {"prefix": "rules@1b1b1b"}}),
+    ("treadle.prefix", {"treadle": {"prefix": "rules@" + "1" * 65}}),
+    ("treadle.prefix", {"treadle": {"prefix": 1}}),
     ("treadle.session", {"treadle": {"session": "s1"}}),
     ("treadle.engram", {"treadle": {"engram": "another"}}),
     ("treadle.engram", {"treadle": {"engram": ""}}),
@@ -63,17 +70,29 @@ CHAT_REFUSALS = [
     ("treadle.policy.late", {"treadle": {"policy": {"late": "zero"}}}),
     ("treadle.policy.wait_seconds_max", {"treadle": {"policy": {"wait_seconds_max": 31}}}),
     ("treadle.policy.retry", {"treadle": {"policy": {"retry": 1}}}),
-    ("n", {"n": 2}),
+    ("n", {"n": 9}),
+    ("n", {"n": 0}),
     ("n", {"n": True}),
     ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools[0].type", {"tools": [{"type": "search"}]}),
+    ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
     ("tool_choice", {"tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}),
+    ("messages[1].tool_calls", {"messages": [*HI, {"role": "assistant", "tool_calls": [CALL]}]}),
+    ("messages[1].tool_calls[0].function.arguments", {"messages": [*HI, {"role": "assistant", "tool_calls": [WRONG_CALL]}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
-    ("logit_bias", {"logit_bias": {"5": 1}}),
-    ("frequency_penalty", {"frequency_penalty": 0.5}),
-    ("presence_penalty", {"presence_penalty": -1}),
-    ("top_k", {"top_k": 40}),
-    ("min_p", {"min_p": 0.1}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}),
+    ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}),
+    ("logit_bias.5", {"logit_bias": {"5": 101}}),
+    ("logit_bias", {"logit_bias": {"five": 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {str(2**32): 1}}),
+    ("logit_bias", {"logit_bias": {str(token): 1 for token in range(1025)}}),
+    ("frequency_penalty", {"frequency_penalty": 2.5}),
+    ("presence_penalty", {"presence_penalty": -3}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": 1.1}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
     ("modalities", {"modalities": ["audio"]}),
     ("store", {"store": True}),
 ]
@@ -81,8 +100,9 @@ COMPLETION_REFUSALS = [
     ("prompt", {"prompt": None}),
     ("prompt", {"prompt": []}),
     ("prompt", {"prompt": ""}),
-    ("prompt", {"prompt": ["a", "b"]}),
-    ("prompt", {"prompt": [[1], [2]]}),
+    ("prompt", {"prompt": ["a"] * 17}),
+    ("prompt", {"prompt": ["a", ""]}),
+    ("n", {"n": 9}),
     ("prompt[1]", {"prompt": [1, "a"]}),
     ("prompt[0]", {"prompt": [-1]}),
     ("prompt[0][1]", {"prompt": [[1, True]]}),
@@ -129,9 +149,9 @@ def test_fields_at_the_values_that_ask_for_nothing_are_taken(gateway: Any) -> No
 
 def test_unknown_fields_are_ignored_and_counted_under_few_names(gateway: Any) -> None:
     name = "treadle_gateway_ignored_fields_total"
-    user, other = gateway.figure(name, field="user"), gateway.figure(name, field="other")
-    assert gateway.chat(user="u1", brand_new=1, newer=[1]).status_code == 200
-    assert gateway.figure(name, field="user") == user + 1
+    metadata, other = gateway.figure(name, field="metadata"), gateway.figure(name, field="other")
+    assert gateway.chat(user="u1", metadata={"a": "b"}, brand_new=1, newer=[1]).status_code == 200
+    assert gateway.figure(name, field="metadata") == metadata + 1
     assert gateway.figure(name, field="other") == other + 2
 
 

@@ -168,6 +168,7 @@ def guarded(start_gateway: Any, session_worker: Any, worker: Any, tmp_path: Path
     """A gateway on all addresses, with two keys, that shows a key to its worker."""
     keys, worker_key = tmp_path / "keys", tmp_path / "worker-key"
     keys.write_text("  # of the tests\nfirst-key\nsecond-key\n")
+    keys.chmod(0o600)
     worker_key.write_text("# its\n\nworker-secret\n")
     gateway = start_gateway(
         "--worker", session_worker.address, "--listen", "0.0.0.0:0", "--api-key-file", str(keys),
@@ -264,7 +265,7 @@ def test_a_body_that_does_not_come_is_given_up(start_gateway: Any, session_worke
 def test_sigterm_lets_a_stream_end_and_refuses_new_requests(
     start_gateway: Any, session_worker: Any, worker: Any, scripts: Any
 ) -> None:
-    gateway = start_gateway("--worker", session_worker.address)
+    gateway = start_gateway("--worker", session_worker.address, "--drain-grace-seconds", "0")
     gateway.wait_ready()
     release = threading.Event()
 
@@ -288,6 +289,26 @@ def test_sigterm_lets_a_stream_end_and_refuses_new_requests(
     assert rest[-2] == "data: [DONE]"
     assert not any("error" in line for line in rest)
     assert gateway.process.wait(10) == 0
+
+
+def test_after_sigterm_late_requests_are_served_for_a_while_and_readiness_is_off(
+    start_gateway: Any, session_worker: Any, worker: Any
+) -> None:
+    gateway = start_gateway("--worker", session_worker.address, "--drain-grace-seconds", "1.5")
+    gateway.wait_ready()
+    gateway.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not gateway.is_ready(), "readiness is off")
+    assert gateway.chat().status_code == 200
+    assert gateway.figure("treadle_gateway_drain_state") == 1
+    assert gateway.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_the_grace_too(start_gateway: Any, session_worker: Any, worker: Any) -> None:
+    gateway = start_gateway("--worker", session_worker.address, "--drain-grace-seconds", "600")
+    gateway.wait_ready()
+    gateway.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not gateway.is_ready(), "readiness is off")
+    assert gateway.terminate() == 0
 
 
 def test_a_drain_that_takes_too_long_ends_its_streams_with_an_error(
@@ -361,7 +382,7 @@ def test_the_worker_stays_known_when_memory_is_missing_and_is_asked_again_when_i
     assert gateway.log.count("worker ready") == 1
     told[0] = "Draining"
     assert gateway.chat().status_code == 503
-    wait_until(lambda: gateway.log.count("worker ready") == 2, "the worker is asked again")
+    wait_until(lambda: gateway.log.count("worker ready") >= 2, "the worker is asked again")
 
 
 def test_the_ready_line_of_an_ipv6_address_can_stand_in_a_url(start_gateway: Any, session_worker: Any) -> None:

@@ -182,8 +182,8 @@ def test_models_lists_the_model_and_an_alias_for_each_memory_that_can_be_chosen(
     def listed() -> dict[str, Any]:
         return {model["id"]: model["treadle"] for model in gateway.http.get("/v1/models").json()["data"]}
 
-    wait_until(lambda: f"{MODEL}+fresh" not in listed(), "what an earlier test loaded is gone")
-    assert list(listed()) == [MODEL, f"{MODEL}+code", f"{MODEL}+kjv", f"{MODEL}+smollm2-demo"]
+    all_of_them = [MODEL, f"{MODEL}+code", f"{MODEL}+kjv", f"{MODEL}+smollm2-demo"]
+    wait_until(lambda: list(listed()) == all_of_them, "the list is this test's, not an earlier one's")
     demo = {"engram": "smollm2-demo", "version": "ab" * 32, "default": True, "open": True}
     assert listed()[MODEL] == listed()[f"{MODEL}+smollm2-demo"] == demo
     assert listed()[f"{MODEL}+kjv"] == {"engram": "kjv", "version": KJV_VERSION, "default": False, "open": True}
@@ -215,6 +215,7 @@ def keyed(start_gateway: Any, session_worker: Any, worker: Any, tmp_path: Path) 
     keys.write_text(
         "plain-key\n# with a default\nkjv-key engram=kjv\nold-key  engram=kjv@1b1b1b1b\nbare-key engram=none\nlost-key engram=gone\n"
     )
+    keys.chmod(0o600)
     gateway = start_gateway("--worker", session_worker.address, "--api-key-file", str(keys), "--log-level", "debug")
     gateway.wait_ready()
     return gateway

@@ -43,7 +43,8 @@ def test_a_chat_is_answered_with_text_usage_and_what_memory_did(client: openai.O
     assert extra["treadle"]["memory"] == [
         {
             "kind": "engram", "name": "smollm2-demo", "version": "ab" * 32, "transport": "mapped",
-            "tickets": 6, "tickets_in_time": 5, "rows_missing": 0, "shadowed": True,
+            "tickets": 6, "tickets_in_time": 5, "rows_missing": 0, "shadowed": True, "missing_because": "",
+            "lookups": 0, "lookups_outside": 0, "fell_back": False, "prefix_tokens": 0,
         }
     ]  # fmt: skip
 
@@ -178,7 +179,7 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
 
 def test_a_refusal_names_the_field(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(model=MODEL, messages=HI, n=2)
+        client.chat.completions.create(model=MODEL, messages=HI, n=9)
     assert refused.value.param == "n"
 
 

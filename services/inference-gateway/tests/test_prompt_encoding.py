@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 from inference_gateway.adapters.chat_template import ChatTemplate
 from inference_gateway.adapters.prompt_encoder import FolderEncoder, open_folder
 from inference_gateway.domain.errors import RequestRefused
-from inference_gateway.domain.generation import Message
+from inference_gateway.domain.generation import ChatPrompt, Message
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound
 
 CHAT = (Message("system", "Be brief."), Message("user", "Größe?\n{{ 1 }}"), Message("assistant", ""), Message("user", "<b>&</b>"))
@@ -54,17 +54,17 @@ def test_templates_are_rendered_as_transformers_renders_them(name: str) -> None:
     expected, _ = chat_template_utils.render_jinja_template(
         [turns], chat_template=TEMPLATES[name], add_generation_prompt=True, **specials
     )
-    assert ChatTemplate(TEMPLATES[name], specials).render(CHAT) == expected[0]
+    assert ChatTemplate(TEMPLATES[name], specials).render(ChatPrompt(CHAT)) == expected[0]
 
 
 def test_a_template_may_tell_the_date() -> None:
-    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(CHAT) == str(datetime.now().year)
+    assert ChatTemplate("{{ strftime_now('%Y') }}", {}).render(ChatPrompt(CHAT)) == str(datetime.now().year)
 
 
 def test_a_template_that_refuses_the_messages_says_why() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(RequestRefused, match="roles must alternate") as refused:
-        template.render(CHAT)
+        template.render(ChatPrompt(CHAT))
     assert refused.value.param == "messages"
 
 
@@ -74,11 +74,11 @@ def test_a_template_that_refuses_the_messages_says_why() -> None:
 )
 def test_a_template_that_breaks_the_sandbox_or_stumbles_refuses_the_messages(source: str) -> None:
     if "/" in source:
-        assert ChatTemplate(source, {}).render(CHAT)
+        assert ChatTemplate(source, {}).render(ChatPrompt(CHAT))
         return
     rendered = ""
     try:
-        rendered = ChatTemplate(source, {}).render(CHAT)
+        rendered = ChatTemplate(source, {}).render(ChatPrompt(CHAT))
     except RequestRefused:
         return
     assert rendered == ""  # an unsafe attribute is undefined, and undefined renders as nothing
@@ -92,23 +92,23 @@ def test_a_template_that_is_none_is_refused_when_it_is_read() -> None:
 def test_special_tokens_in_a_chat_become_their_ids(model_dir: Path) -> None:
     encoder = open_folder(model_dir, digest_of(model_dir))
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    token_ids = encoder.encode_chat([Message("user", "hi")], ROOM)
+    token_ids = encoder.encode_chat(ChatPrompt((Message("user", "hi"),)), ROOM)
     assert token_ids[0] == tokenizer.token_to_id("<|im_start|>")
     assert tokenizer.decode(token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
 
 
 def test_a_template_may_stand_in_the_configuration_alone_or_among_named_ones(model_dir: Path, tmp_path: Path) -> None:
     plain = encoder_with(model_dir, tmp_path / "plain", chat_template="{{ messages[0].content }}")
-    assert len(plain.encode_chat([Message("user", "abc")], ROOM)) == 3
+    assert len(plain.encode_chat(ChatPrompt((Message("user", "abc"),)), ROOM)) == 3
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "{{ bos_token }}{{ messages[0].content }}"}]
     among = encoder_with(model_dir, tmp_path / "named", chat_template=named, bos_token={"content": "<|im_start|>"})
-    assert len(among.encode_chat([Message("user", "abc")], ROOM)) == 4
+    assert len(among.encode_chat(ChatPrompt((Message("user", "abc"),)), ROOM)) == 4
 
 
 def test_a_model_without_a_template_takes_no_chats(model_dir: Path, tmp_path: Path) -> None:
     encoder = encoder_with(model_dir, tmp_path / "base")
     with pytest.raises(RequestRefused, match="/v1/completions"):
-        encoder.encode_chat(CHAT, ROOM)
+        encoder.encode_chat(ChatPrompt(CHAT), ROOM)
     assert len(encoder.encode_text("abc", ROOM)) == 3
 
 
@@ -124,7 +124,7 @@ def test_a_text_gets_the_special_tokens_of_its_tokenizer_and_a_chat_does_not(mod
     encoder = open_folder(folder, digest_of(folder))
     assert encoder.encode_text("abcdefgh", ROOM)[0] == bos
     assert len(encoder.encode_text("abcdefgh", ROOM)) == 9  # neither cut nor padded
-    assert encoder.encode_chat([Message("user", "x")], ROOM).count(bos) == 2  # as the template wrote them
+    assert encoder.encode_chat(ChatPrompt((Message("user", "x"),)), ROOM).count(bos) == 2  # as the template wrote them
 
 
 def test_a_folder_that_does_not_fit_is_refused_by_what_is_wrong(model_dir: Path, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(model_dir: Pat
         encoder.encode_text("a" * (10 * longest + 1), 10)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
     with pytest.raises(RequestRefused, match="maximum context length is 10 tokens") as refused:
-        encoder.encode_chat([Message("user", "ß" * 5 * longest)], 10)
+        encoder.encode_chat(ChatPrompt((Message("user", "ß" * 5 * longest),)), 10)
     assert (refused.value.param, refused.value.code) == ("messages", "context_length_exceeded")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from inference_gateway.domain.api_keys import ANYBODY
+from inference_gateway.domain.block_index import BlockChanges
 from inference_gateway.domain.errors import ClientLeft, MemoryRefused, ModelNotFound, RequestRefused, WorkerLost
+from inference_gateway.domain.fleet import Fleet
 from inference_gateway.domain.generating import Generating
 from inference_gateway.domain.generation import (
     ChatPrompt,
@@ -20,11 +23,14 @@ from inference_gateway.domain.generation import (
     MemoryWish,
     Message,
     Piece,
+    Prompt,
     Sampling,
+    TextPrompt,
     Wish,
     WorkerStatus,
 )
 from inference_gateway.domain.lifetime import Admission
+from inference_gateway.domain.member import Member
 from inference_gateway.domain.memories import Memory, MemoryChoice
 from inference_gateway.domain.served_model import WorkerWatch
 from treadle.contract import Deadline
@@ -102,8 +108,10 @@ async def test_a_drain_waits_for_who_is_inside_and_lets_nobody_in() -> None:
 class Ids:
     """A prompt encoder: an id for each letter."""
 
-    def encode_chat(self, messages: Sequence[Message], tokens_max: int) -> list[int]:
-        return [ord(letter) for message in messages for letter in message.content]
+    tool_form = None
+
+    def encode_chat(self, prompt: ChatPrompt, tokens_max: int) -> list[int]:
+        return [ord(letter) for message in prompt.messages for letter in message.content]
 
     def encode_text(self, text: str, tokens_max: int) -> list[int]:
         return [ord(letter) for letter in text]
@@ -127,6 +135,12 @@ class FakeWorker:
             raise self.fails[0]
         return WorkerStatus(self.model, Path("/m"), self.model, 8, False, "0", 1, tuple(self.memories))
 
+    async def embed(self, request_id: str, texts: Sequence[Sequence[int]], timeout_seconds: float) -> list[bytes]:
+        raise AssertionError("nobody asks for vectors here")
+
+    async def watch_blocks(self, timeout_seconds: float) -> AsyncGenerator[BlockChanges, None]:
+        yield BlockChanges(snapshot_complete=True)
+
     async def generate(self, generation: Generation, timeout_seconds: float) -> AsyncGenerator[Piece, None]:
         if self.fails or self.refuses:
             raise self.refuses or self.fails[0]
@@ -149,17 +163,52 @@ def watch_of(worker: FakeWorker, opened: list[str] | None = None) -> WorkerWatch
     return WorkerWatch(worker, source, in_thread, interval_seconds=60)
 
 
+def generating_of(worker: FakeWorker, watch: WorkerWatch) -> Generating:
+    return Generating(Fleet([Member("w", worker, watch)]), in_thread)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "threads"),
+    [
+        (ChatPrompt((Message("user", "hi"),)), 0),
+        (TextPrompt("x" * 1000), 0),
+        (TextPrompt("x" * 1001), 1),
+        (ChatPrompt((Message("user", "x" * 1001),)), 1),
+        (ChatPrompt((Message("user", "hi", name="x" * 1001),)), 1),
+        (ChatPrompt((Message("user", ""),) * 51), 1),
+        (ChatPrompt((Message("tool", "hi", tool_call_id="x" * 1001),)), 1),
+        (ChatPrompt((Message("assistant", "", tool_calls=({"function": {"arguments": {"a": "x" * 1001}}},)),)), 1),
+        (ChatPrompt((Message("user", "hi"),), ({"function": {"name": "f"}},)), 1),
+    ],
+)
+async def test_a_prompt_of_which_a_template_may_write_much_is_encoded_in_a_thread(prompt: Prompt, threads: int) -> None:
+    worker, done = FakeWorker(), list[str]()
+
+    async def counted(work: Callable[[], Any], /) -> Any:
+        done.append("in a thread")
+        return work()
+
+    worker.fails.clear()
+    watch = watch_of(worker)
+    await watch.poll()
+    generating = Generating(Fleet([Member("w", worker, watch)]), counted)
+    with suppress(RequestRefused):  # the model's context is as small as the worker
+        await generating.plan(replace(WISH, prompt=prompt), request_id="r", caller=ANYBODY)
+    assert len(done) == threads
+
+
 async def test_a_worker_that_was_away_is_confirmed_by_the_request_that_needs_it() -> None:
     worker = FakeWorker()
     watch = watch_of(worker)
+    fleet = Fleet([Member("w", worker, watch)])
     polling = asyncio.create_task(watch.run())
     try:
         with pytest.raises(Unavailable, match="away"):
-            await watch.confirmed()
+            await fleet.confirmed("m")
         worker.fails.clear()
-        assert (await watch.confirmed()).name == "m"
+        assert (await fleet.confirmed("m")).name == "m"
         polls = worker.polls
-        assert (await watch.confirmed()).name == "m"
+        assert (await fleet.confirmed("m")).name == "m"
         assert worker.polls == polls  # a worker that answers is not asked before every request
     finally:
         polling.cancel()
@@ -169,7 +218,7 @@ async def test_a_lost_worker_is_asked_what_it_runs_before_the_next_prompt_is_enc
     worker, opened = FakeWorker(), list[str]()
     watch = watch_of(worker, opened)
     polling = asyncio.create_task(watch.run())
-    generating = Generating(worker, watch, in_thread)
+    generating = generating_of(worker, watch)
     try:
         worker.fails.clear()
         plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
@@ -194,7 +243,7 @@ async def test_a_model_whose_tokenizer_cannot_be_read_is_not_served_with_the_old
     await watch.poll()
     assert watch.not_ready_because() == "no tokenizer.json"
     with pytest.raises(Unavailable):
-        await watch.confirmed()
+        await Fleet([Member("w", worker, watch)]).confirmed("m")
     worker.model = "m"
     await watch.poll()
     assert watch.not_ready_because() is None
@@ -219,7 +268,7 @@ async def test_an_answer_stays_degraded_once_memory_was_missing() -> None:
     worker.fails.clear()
     watch = watch_of(worker)
     await watch.poll()
-    generating = Generating(worker, watch, in_thread)
+    generating = generating_of(worker, watch)
     plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
     pieces = [piece async for piece in generating.pieces(plan, Deadline.after(10))]
     assert [piece.degraded for piece in pieces] == [True, True]
@@ -230,7 +279,7 @@ async def test_a_refusal_that_is_about_one_request_does_not_lose_the_worker() ->
     worker.fails.clear()
     watch = watch_of(worker)
     await watch.poll()
-    generating = Generating(worker, watch, in_thread)
+    generating = generating_of(worker, watch)
     plan = await generating.plan(WISH, request_id="r", caller=ANYBODY)
     worker.fails.append(Unavailable("engram rows missing"))
     with pytest.raises(Unavailable):
@@ -248,10 +297,10 @@ async def test_a_memory_that_is_not_known_is_the_workers_to_find_and_is_listed_s
     watch = watch_of(worker, opened)
     polling = asyncio.create_task(watch.run())
     try:
-        await watch.confirmed()
+        await watch.next_poll(10)
         worker.memories = [Memory("kjv", "1b" * 32)]
         worker.asked.clear()
-        plan = await Generating(worker, watch, in_thread).plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
+        plan = await generating_of(worker, watch).plan(wish_of("m+kjv"), request_id="r", caller=ANYBODY)
         assert plan.generation.engram == MemoryChoice("kjv")
         assert plan.uses_memory
         await asyncio.wait_for(worker.asked.wait(), 10)  # the next poll by itself would be in a minute
@@ -276,8 +325,8 @@ async def test_a_memory_that_went_is_refused_by_how_it_was_chosen_and_the_worker
     watch = watch_of(worker)
     polling = asyncio.create_task(watch.run())
     try:
-        await watch.confirmed()
-        generating = Generating(worker, watch, in_thread)
+        await watch.next_poll(10)
+        generating = generating_of(worker, watch)
         plan = await generating.plan(wish, request_id="r", caller=ANYBODY)
         worker.refuses = MemoryRefused("gone")
         worker.asked.clear()

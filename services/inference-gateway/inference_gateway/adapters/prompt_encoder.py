@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import threading
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
 from inference_gateway.adapters.chat_template import ChatTemplate
 from inference_gateway.domain.errors import RequestRefused
-from inference_gateway.domain.generation import Message
+from inference_gateway.domain.generation import ChatPrompt
+from inference_gateway.domain.tool_calls import ToolForm
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound
 
 
@@ -31,11 +33,16 @@ class FolderEncoder:
         self._tokenizer, self._template = tokenizer, template
         self._longest_token_bytes = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
-    def encode_chat(self, messages: Sequence[Message], tokens_max: int) -> list[int]:
+    @property
+    def tool_form(self) -> ToolForm | None:
+        """How the template has the model write calls of tools."""
+        return None if self._template is None else self._template.tool_form
+
+    def encode_chat(self, prompt: ChatPrompt, tokens_max: int) -> list[int]:
         """Token ids of the rendered turns; the template itself writes the special tokens."""
         if self._template is None:
             raise RequestRefused("this model has no chat template; use /v1/completions", param="messages")
-        return self._encode(self._template.render(messages), tokens_max, "messages", special_tokens=False)
+        return self._encode(self._template.render(prompt), tokens_max, "messages", special_tokens=False)
 
     def encode_text(self, text: str, tokens_max: int) -> list[int]:
         """Token ids of `text` with what the tokenizer adds by itself, e.g. a beginning of sequence."""
@@ -76,6 +83,23 @@ def open_folder(folder: Path, tokenizer_digest: str) -> FolderEncoder:
     except Exception as error:  # the Rust side raises bare Exception
         raise InvalidArgument(f"{path} is not a tokenizer: {error}") from error
     return FolderEncoder(tokenizer, _template(folder))
+
+
+class SharedEncoders:
+    """Fits domain.ports.EncoderSource: `open_folder` that reads a folder once for all workers that run what lies in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Weakly: once no worker runs it, the folder is read again, for its template may have changed.
+        self._encoders: WeakValueDictionary[tuple[Path, str], FolderEncoder] = WeakValueDictionary()
+
+    def __call__(self, folder: Path, tokenizer_digest: str) -> FolderEncoder:
+        """See `open_folder`."""
+        with self._lock:  # also while it is read: those who want the same wait for it
+            encoder = self._encoders.get((folder, tokenizer_digest))
+            if encoder is None:
+                encoder = self._encoders[folder, tokenizer_digest] = open_folder(folder, tokenizer_digest)
+            return encoder
 
 
 def _template(folder: Path) -> ChatTemplate | None:

@@ -1,22 +1,31 @@
-"""An inference worker behind gRPC as the port that the domain asks for.
+"""An inference worker behind gRPC as the port that the domain asks for: what streams by calls of our own, the rest by the SDK's.
 
-Owns the two conversions: generation to request, response to piece. Retries nothing: a generation is not repeated behind
-the caller's back.
+Owns the two conversions: generation to request, response to piece. Retries nothing: whom to ask again is dispatch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import cast
 
-from inference_gateway.domain.errors import MemoryDamaged, MemoryRefused, RequestRefused, WorkerLost
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from inference_gateway.adapters.grpc_calls import StreamingCalls
+from inference_gateway.adapters.grpc_stream import StreamedCall
+from inference_gateway.adapters.prefixes import prefix_error, prefix_message, prefixes_of
+from inference_gateway.adapters.worker_figures import figures_of
+from inference_gateway.domain.block_index import BlockChanges, CachedBlock
+from inference_gateway.domain.errors import CallNotBegun, MemoryDamaged, MemoryRefused, RequestRefused, WorkerLost
 from inference_gateway.domain.generation import (
     FinishReason,
     Generation,
     MemoryReport,
     MemoryWish,
     Piece,
+    Priority,
     Sampling,
     TokenLogprob,
     Usage,
@@ -24,6 +33,7 @@ from inference_gateway.domain.generation import (
 )
 from inference_gateway.domain.memories import Memory, MemoryChoice
 from treadle.client import Endpoint
+from treadle.client.errors import from_rpc
 from treadle.client.worker import AsyncWorker
 from treadle.contract import Late
 from treadle.contract.errors import (
@@ -38,11 +48,13 @@ from treadle.contract.errors import (
 )
 from treadle.inference.v1 import worker_pb2
 
+_GENERATE = f"/{worker_pb2.DESCRIPTOR.services_by_name['WorkerService'].full_name}/Generate"
 _FINISH = {worker_pb2.FINISH_REASON_STOP: FinishReason.STOP, worker_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 _LATE = {Late.MASK: worker_pb2.LATE_POLICY_MASK, Late.FAIL: worker_pb2.LATE_POLICY_FAIL, None: worker_pb2.LATE_POLICY_UNSPECIFIED}
 _NO_WAIT_SECONDS = 1e-6  # on the wire 0 leaves the wait to the worker, so "no wait" is the shortest one
 _DRAINING = "Draining"  # the worker's name for its stop; its other refusals are about one request
 _PROMPT = "prompt_token_ids: "  # how the worker begins what it says of a prompt
+_PRIORITIES = {Priority.HIGH: 50, Priority.NORMAL: 0, Priority.LOW: -50}  # of -100 to 100: others may stand between
 _SEED_MASK = (1 << 64) - 1  # OpenAI's seeds may be negative, the worker's are 64 bits without sign
 
 
@@ -51,24 +63,43 @@ class RpcWorker:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._address = endpoint.address
-        self._worker = AsyncWorker(endpoint)
+        self._calls, self._worker = StreamingCalls(endpoint), AsyncWorker(endpoint)
+        self._closed = False
 
     async def generate(self, generation: Generation, timeout_seconds: float) -> AsyncGenerator[Piece, None]:
         """Pieces as they come; closing the generator cancels the call."""
-        stream = cast(
-            "AsyncGenerator[worker_pb2.GenerateResponse, None]", self._worker.generate(request_of(generation), timeout_seconds)
-        )
+        if self._closed:  # it left between the choice and the call
+            raise WorkerLost("the worker has left")
+        call: StreamedCall | None = None
         try:
-            async for response in stream:
-                yield piece_of(response)
-        except TreadleError as error:
+            call = await self._calls.begin(_GENERATE, request_of(generation).SerializeToString(), timeout_seconds)
+            while (message := await call.read()) is not None:
+                yield piece_of(worker_pb2.GenerateResponse.FromString(message))
+        except DecodeError as decode_error:
+            raise TreadleError("the worker sent what is no GenerateResponse") from decode_error
+        except grpc.aio.AioRpcError as rpc_error:
+            if call is not None and call.not_begun:
+                raise CallNotBegun("the worker did not take the call") from rpc_error
+            error = from_rpc(rpc_error, self._address)
+            if (refused := prefix_error(generation.memory.prefix, error)) is not None:
+                raise refused from rpc_error
             if generation.engram.name and isinstance(error, DataLoss):
-                raise MemoryDamaged(str(error)) from error
+                raise MemoryDamaged(str(error)) from rpc_error
             if generation.engram.name and _is_about_memory(error):
-                raise MemoryRefused(str(error)) from error
-            raise self._for_strangers(error) from error
+                raise MemoryRefused(str(error)) from rpc_error
+            raise self._for_strangers(error) from rpc_error
         finally:
-            await stream.aclose()
+            if call is not None:
+                call.close()
+
+    async def embed(self, request_id: str, texts: Sequence[Sequence[int]], timeout_seconds: float) -> list[bytes]:
+        """Vectors of texts, float32 little-endian, in their order."""
+        request = worker_pb2.EmbedRequest(request_id=request_id, inputs=[worker_pb2.EmbedInput(token_ids=text) for text in texts])
+        try:
+            answer = await self._worker.embed(request, timeout_seconds)
+        except TreadleError as error:
+            raise self._for_strangers(error) from error
+        return [each.values for each in answer.embeddings]
 
     async def status(self, timeout_seconds: float) -> WorkerStatus:
         """What it runs now."""
@@ -77,8 +108,17 @@ class RpcWorker:
         except TreadleError as error:
             raise self._for_strangers(error) from error
 
+    async def watch_blocks(self, timeout_seconds: float) -> AsyncGenerator[BlockChanges, None]:
+        """What lies in its prefix cache: first everything, then what changes."""
+        stream = cast("AsyncGenerator[worker_pb2.WatchBlocksResponse, None]", self._worker.watch_blocks(timeout_seconds))
+        async with aclosing(stream):
+            async for response in stream:
+                yield changes_of(response)
+
     async def close(self) -> None:
         """Close the channel; calls in progress are cancelled."""
+        self._closed = True
+        self._calls.close()
         await self._worker.close()
 
     def _for_strangers(self, error: TreadleError) -> TreadleError:
@@ -113,6 +153,8 @@ def request_of(generation: Generation) -> worker_pb2.GenerateRequest:
         cache_salt=generation.cache_salt,
         memory_policy=_policy_of(generation.memory),
         engram=_engram_of(generation.engram),
+        prefix=prefix_message(generation.memory.prefix),
+        priority=_PRIORITIES[generation.priority],
     )
 
 
@@ -131,6 +173,12 @@ def _sampling_of(sampling: Sampling) -> worker_pb2.Sampling:
         stop_token_ids=sampling.stop_token_ids,
         ignore_eos=sampling.ignore_eos,
         top_logprobs=sampling.top_logprobs,
+        logit_bias=dict(sampling.logit_bias),
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
     )
 
 
@@ -141,6 +189,8 @@ def _policy_of(memory: MemoryWish) -> worker_pb2.MemoryPolicy:
 
 def piece_of(response: worker_pb2.GenerateResponse) -> Piece:
     """The piece that a response carries."""
+    if not (response.finish_reason or response.degraded or response.logprobs or response.HasField("usage")):
+        return Piece(tuple(response.token_ids), response.text_delta)  # all but the last, mostly: worth being short
     return Piece(
         token_ids=tuple(response.token_ids),
         text=response.text_delta,
@@ -170,6 +220,11 @@ def _report_of(report: worker_pb2.MemoryReport) -> MemoryReport:
         tickets_in_time=report.tickets_in_time,
         rows_missing=report.rows_missing,
         shadowed=report.shadowed,
+        missing_because=report.missing_because,
+        lookups=report.lookups,
+        lookups_outside=report.lookups_outside,
+        fell_back=report.fell_back,
+        prefix_tokens=report.prefix_tokens,
     )
 
 
@@ -184,7 +239,23 @@ def status_of(response: worker_pb2.StatusResponse) -> WorkerStatus:
         build_version=response.build_version,
         pid=response.pid,
         memories=_memories_of(response),
+        requests_running=response.requests_running,
+        requests_running_max=response.requests_running_max,
+        requests_waiting=response.requests_waiting,
+        requests_waiting_max=response.requests_waiting_max,
+        wait_seconds_predicted=response.wait_seconds_predicted,
+        block_tokens=response.block_tokens,
+        embedding_dim=response.embedding_dim,
+        engine=response.engine,
+        figures=figures_of(response),
+        prefixes=prefixes_of(response),
     )
+
+
+def changes_of(response: worker_pb2.WatchBlocksResponse) -> BlockChanges:
+    """The changes that a response carries."""
+    stored = [CachedBlock(item.name, item.parent, item.token_ids, item.cache_salt, item.memory) for item in response.stored]
+    return BlockChanges(stored, response.removed, response.cleared, response.snapshot_complete)
 
 
 def _memories_of(response: worker_pb2.StatusResponse) -> tuple[Memory, ...]:

@@ -26,6 +26,13 @@ class Lifetime:
         self._inside = False
         self._reason: TreadleError | None = None
 
+    def shorten(self, seconds: float) -> None:
+        """Let it take no longer than `seconds` from now; never longer than before."""
+        deadline = Deadline.after(seconds)
+        if deadline < self.deadline and self._reason is None and not self._timeout.expired():
+            self.deadline, self._seconds = deadline, seconds
+            self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
+
     def end(self, reason: TreadleError) -> None:
         """Leave the context now by raising `reason` from it. Once it is being left, this changes nothing."""
         if self._inside and self._reason is None and not self._timeout.expired():
@@ -54,7 +61,8 @@ class Admission:
         self._alive: set[Lifetime] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self.draining = False
+        self.leaving = self.draining = False
+        """leaving: who looks is told not to send more; draining: what comes is refused."""
 
     @property
     def in_progress(self) -> int:
@@ -83,9 +91,13 @@ class Admission:
             if not self._alive:
                 self._empty.set()
 
+    def leave(self) -> None:
+        """Say that the end is near: whoever asks for readiness hears no, whoever comes late is still let in."""
+        self.leaving = True
+
     async def drain(self, seconds: float) -> int:
         """Let nobody in; wait up to `seconds` for those inside, then end them. Returns how many had to be ended."""
-        self.draining = True
+        self.leaving = self.draining = True
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()

@@ -112,6 +112,20 @@ def uses_memory(choice: MemoryChoice, memories: Sequence[Memory]) -> bool:
     return bool(_name_of(choice, memories))
 
 
+def looked_up(choice: MemoryChoice, memories: Sequence[Memory]) -> tuple[str, str] | None:
+    """Name and whole version (empty: the current one) of the memory whose rows a request with this choice will want.
+
+    None: of none, or it cannot be told here.
+    """
+    name = _name_of(choice, memories)
+    memory = find(name, memories)
+    if not name or (memory is None and choice.version):
+        return None
+    if memory is None:
+        return name, ""
+    return None if memory.refusal or not memory.version.startswith(choice.version) else (name, memory.version)
+
+
 def why_not(choice: MemoryChoice, memories: Sequence[Memory]) -> str | None:
     """Why a choice could not be had when the worker was last asked; None: nothing spoke against it. For answers about models:
     whether a request gets its memory is decided by the worker, who knows better and later.

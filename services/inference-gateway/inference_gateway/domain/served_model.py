@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from inference_gateway.domain.generation import WorkerStatus
 from inference_gateway.domain.memories import Memory
 from inference_gateway.domain.ports import EncoderSource, InThread, PromptEncoder, Worker
-from treadle.contract.errors import TreadleError, Unavailable
+from treadle.contract.errors import DeadlineExceeded, TreadleError
 
 log = logging.getLogger("treadle.gateway.worker")
 RETRY_SECONDS_FIRST = 0.1
@@ -49,6 +50,15 @@ class WorkerWatch:
         self._trouble = "the worker has not answered yet"
         self._sooner = asyncio.Event()
         self._polled = asyncio.Event()
+        self.heard: Callable[[WorkerStatus], None] = _nothing
+        """Called with each status that came."""
+        self.unheard: Callable[[], None] = _nothing_came
+        """Called when none came in time."""
+
+    @property
+    def status(self) -> WorkerStatus | None:
+        """What the worker said at the last good poll."""
+        return self._status
 
     @property
     def last_known(self) -> ServedModel | None:
@@ -59,15 +69,12 @@ class WorkerWatch:
         """Why a request would be refused now; None: the worker takes requests."""
         if self._trouble:
             return self._trouble
-        return "the worker is draining" if self._status is not None and self._status.draining else None
+        return "the worker is draining" if self.draining else None
 
-    async def confirmed(self) -> ServedModel:
-        """The served model. Waits for one poll if the worker was lost; raises Unavailable if it is still away then."""
-        if self._trouble:
-            await self._next_poll(CONFIRM_SECONDS_MAX)
-        if self._trouble or self._model is None:
-            raise Unavailable(f"no worker is ready: {self._trouble}")
-        return self._model
+    @property
+    def draining(self) -> bool:
+        """Whether the worker is there, and said that it takes no new requests."""
+        return not self._trouble and self._status is not None and self._status.draining
 
     def look_again(self) -> None:
         """A call found that the worker has changed: poll now, not at the next time."""
@@ -101,8 +108,11 @@ class WorkerWatch:
             if self._trouble:
                 log.info("worker ready", extra={"model": self._model.name, "worker_pid": status.pid})
             self._status, self._trouble = status, ""
+            self.heard(status)
         except TreadleError as error:
             self._note(f"{error}", error)
+            if isinstance(error, DeadlineExceeded):
+                self.unheard()
         except Exception as error:  # the poll must outlive its own bugs: without it no worker is ever found again
             log.exception("bug in the worker's poll")
             self._note("internal error; the gateway's log has the details", error)
@@ -117,7 +127,8 @@ class WorkerWatch:
             log.warning("worker not ready", extra={"error": type(error).__name__, "reason": trouble})
         self._trouble = trouble
 
-    async def _next_poll(self, seconds: float) -> None:
+    async def next_poll(self, seconds: float) -> None:
+        """Have the worker asked now, and wait for that up to `seconds`."""
         polled = self._polled
         self._sooner.set()
         await _wait(polled, seconds)
@@ -125,6 +136,14 @@ class WorkerWatch:
 
 def _identity(status: WorkerStatus) -> tuple[object, ...]:
     return (status.model, status.model_dir, status.tokenizer_digest, status.context_tokens_max)
+
+
+def _nothing(status: WorkerStatus) -> None:
+    return
+
+
+def _nothing_came() -> None:
+    return
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
