@@ -1,0 +1,1 @@
+"""What outside things the store uses: folders, Redis, Prometheus."""

@@ -1,0 +1,136 @@
+"""An unfinished build: a folder `.building` in the folder that it will fill, with what is done and what it belongs to.
+
+Owns its lock, its state and the layers that are made. A build that goes on must be the same build: what differs is refused by name.
+Does not decide when to save.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from asm_store.building.rows import Stored
+from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE
+from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, Unavailable
+
+FOLDER, STATE, TRACES, LOCK = ".building", "state.json", "traces.json", "lock"
+SCHEMA = "treadle.dictionary-build/1"
+
+
+class WorkFolder:
+    """The state of a build into `out`, held for one process at a time until `close` or the process ends.
+
+    Raises InvalidArgument (a finished dictionary is there), Unavailable (another process builds there).
+    """
+
+    def __init__(self, out: Path, *, restart: bool = False) -> None:
+        if (out / MANIFEST_FILE).exists():
+            raise InvalidArgument(f"{out}: holds a dictionary already; choose another place with --out, or remove it")
+        self.path = out / FOLDER
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o640)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise Unavailable(f"{out}: another process is building there") from error
+        if restart:
+            self._empty()
+
+    def resume(self, identity: Mapping[str, str]) -> dict[str, Any]:
+        """The saved state of this build, {} where there is none yet.
+
+        identity: what must be the same. Raises FingerprintMismatch naming the field that differs, DataLoss (a damaged state).
+        """
+        path = self.path / STATE
+        if not path.exists():
+            self.save(identity, {})
+            return {}
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            before, state = dict(found["identity"]), dict(found["state"])
+            if found["schema"] != SCHEMA:
+                raise ValueError(found["schema"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataLoss(f"{path}: damaged; begin again with --restart") from error
+        for field in sorted(before.keys() | identity.keys()):
+            if before.get(field) != identity.get(field):
+                raise FingerprintMismatch(
+                    f"unfinished build {self.path}, which --restart forgets: {field}", identity.get(field), before.get(field)
+                )
+        return state
+
+    def save(self, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
+        """Keep `state` from here on, whole or not at all."""
+        partial = self.path / f"{STATE}.partial"
+        with partial.open("w", encoding="utf-8") as file:
+            json.dump({"schema": SCHEMA, "identity": dict(identity), "state": dict(state)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(self.path / STATE)
+
+    def keep_traces(self, traces: Sequence[Sequence[int]]) -> None:
+        """Keep traces that the model wrote: a build that goes on does not write them again."""
+        partial = self.path / f"{TRACES}.partial"
+        partial.write_text(json.dumps([list(trace) for trace in traces]), encoding="utf-8")
+        partial.rename(self.path / TRACES)
+
+    def traces(self) -> tuple[tuple[int, ...], ...]:
+        """The traces that were kept; () where none were. Raises DataLoss where they are damaged."""
+        path = self.path / TRACES
+        if not path.exists():
+            return ()
+        try:
+            return tuple(tuple(map(int, trace)) for trace in json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise DataLoss(f"{path}: damaged; begin again with --restart") from error
+
+    def keep_layer(self, layer: int, parts: Mapping[str, Stored]) -> None:
+        """Keep a layer's tensors; it is done from here on."""
+        partial = self.path / f"layer{layer}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for part, (dtype, array) in parts.items():
+            np.save(partial / f"{part}.{dtype}.npy", np.ascontiguousarray(array, DTYPES[dtype]), allow_pickle=False)
+        partial.rename(self._layer(layer))
+
+    def has_layer(self, layer: int) -> bool:
+        """Whether a layer is done."""
+        return self._layer(layer).is_dir()
+
+    def layer(self, layer: int) -> dict[str, Stored]:
+        """A done layer's tensors by part, mapped read-only."""
+        parts: dict[str, Stored] = {}
+        for path in sorted(self._layer(layer).iterdir()):
+            part, dtype, _ = path.name.split(".")
+            array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            parts[part] = dtype, array
+        return parts
+
+    def remove(self) -> None:
+        """Forget it all: the build is finished."""
+        self._empty()
+        (self.path / LOCK).unlink()
+        self.path.rmdir()
+
+    def close(self) -> None:
+        """Let another process go on."""
+        os.close(self._lock)
+
+    def _empty(self) -> None:
+        for path in self.path.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name != LOCK:
+                path.unlink()
+
+    def _layer(self, layer: int) -> Path:
+        return self.path / f"layer{layer}"

@@ -1,0 +1,139 @@
+"""Deleting a version, every copy, with proof: what is gone from which replica, and who has still to do it.
+
+In this order, so that `kill -9` leaves no doubt: the tombstone is on the disk, the pointer means nothing, the files go. A start
+deletes what a tombstone covers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from asm_store.domain.catalogue import Catalogue
+from asm_store.domain.changes import Changes
+from asm_store.domain.compute import Compute, uninterrupted
+from asm_store.domain.pointers import Pointers
+from asm_store.domain.ports import DeletedFile, Folder, Meters, Peers, Replica, Sharing
+from asm_store.domain.tombstones import Tombstones
+from asm_store.domain.versions import Kept, Key
+from treadle.contract.checks import expect
+from treadle.contract.errors import NotFound, TreadleError
+from treadle.contract.version import check_name
+
+log = logging.getLogger("asm_store")
+PROOF_BYTES_MAX = 1 << 20  # of an answer: it comes in one message
+FILE_PROOF_BYTES, FILES_MAX = 512, 7  # of one file in it, with a path of some 300 bytes; of one version
+PROOFS_MAX = 1024  # versions that were deleted here by their tombstone, and whose proof nobody has asked for
+UNKNOWN = "(unknown: Redis does not answer)"  # among pending replicas: who else keeps it cannot be asked
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What is gone. pending: replicas that keep a copy, or may, and did not answer."""
+
+    files: list[DeletedFile]
+    pending: list[str]
+
+
+class Deleting:
+    """Of one event loop. changing: the lock under which versions are added and deleted."""
+
+    def __init__(
+        self, catalogue: Catalogue, pointers: Pointers, tombstones: Tombstones, folder: Folder, sharing: Sharing, peers: Peers,
+        compute: Compute, changes: Changes, meters: Meters, changing: asyncio.Lock, *, clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self._catalogue, self._pointers, self._tombstones, self._folder = catalogue, pointers, tombstones, folder
+        self._sharing, self._peers, self._compute, self._changes = sharing, peers, compute, changes
+        self._meters, self._changing, self._clock = meters, changing, clock
+        self._one_at_a_time, self._proofs = asyncio.Lock(), dict[Key, list[DeletedFile]]()  # proofs that nobody has asked for yet
+
+    async def delete(self, name: str, version: str, *, here_only: bool) -> Deleted:
+        """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument."""
+        with self._meters.measured("deletes"):
+            if here_only:
+                return Deleted(
+                    await uninterrupted(self._delete_here(name, lambda: self._here(name, version), whole=not version)), []
+                )
+            await self._sharing.refresh()  # who else keeps it
+            keys = self._meant(name, version)
+            files = await uninterrupted(self._delete_here(name, lambda: keys, whole=not version))
+            others, pending = await self._delete_elsewhere(name, "" if not version else keys[0][1])
+            return Deleted(files + others, pending)
+
+    async def obey(self, deleted: dict[Key, float]) -> None:
+        """Delete here what was deleted elsewhere, when that was after it was published. deleted: seconds since the epoch."""
+        async with self._one_at_a_time:
+            await self._tombstones.bury(deleted)
+            covered = [kept for kept in self._catalogue.all() if self._is_covered(kept)]
+            for kept in covered:
+                await self._pointers.clear(kept.key[0], {kept.key[1]})
+            await self._remove(covered)
+
+    def _is_covered(self, kept: Kept) -> bool:
+        return self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds)
+
+    def _here(self, name: str, version: str) -> list[Key]:
+        """What another replica asks to be deleted: what is here, and what the tombstone has deleted just before the question came."""
+        known = {*(kept.key for kept in self._catalogue.all()), *self._proofs}
+        return sorted(key for key in known if key[0] == name and version in ("", key[1]))
+
+    def _meant(self, name: str, version: str) -> list[Key]:
+        if version:
+            return [self._catalogue.resolve(name, version)]
+        keys = [(check_name(name), each) for each in sorted(self._catalogue.versions_of(name))]
+        if not keys and not self._pointers.of(name).version:
+            raise NotFound(f"{name}: there is no version and no pointer of this name")
+        most = max(1, PROOF_BYTES_MAX // (FILE_PROOF_BYTES * FILES_MAX * (1 + len(self._sharing.others))))
+        expect(
+            len(keys) <= most,
+            f"{name} has {len(keys)} versions: the proof of more than {most} fits no answer; delete some one by one",
+        )
+        return keys
+
+    async def _delete_here(self, name: str, meant: Callable[[], list[Key]], *, whole: bool) -> list[DeletedFile]:
+        async with self._one_at_a_time:
+            keys = meant()  # now: what a tombstone was just deleting has its proof
+            now = self._clock()  # of a copy that a faster clock has dated it is not earlier: else that would be alive
+            await self._tombstones.bury({key: max(now, self._catalogue.published_at(key)) for key in keys})
+            pointed = self._pointers.of(name).version
+            await self._pointers.clear(name, {version for _, version in keys} | ({pointed} if whole and pointed else set()))
+            await self._remove(kept for key in keys if (kept := self._catalogue.get(key)) is not None)
+            return [file for key in keys for file in self._proofs.pop(key, ())]
+
+    async def _remove(self, versions: Iterable[Kept]) -> None:
+        for kept in list(versions):
+            async with self._changing:
+                if kept.gone:
+                    continue
+                self._catalogue.drop(kept)  # nobody is told any more where it lies
+                removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=False)
+            log.info("version deleted", extra={"dictionary": kept.key[0], "version": kept.key[1], "uses": kept.uses})
+            self._proofs[kept.key] = [
+                DeletedFile(*kept.key, str(file.path), file.nbytes, self._sharing.name, file.freed and not kept.uses)
+                for file in removed or ()
+            ]
+        while len(self._proofs) > PROOFS_MAX:
+            del self._proofs[next(iter(self._proofs))]
+        await self._changes.announce()
+        self._sharing.told()
+
+    async def _delete_elsewhere(self, name: str, version: str) -> tuple[list[DeletedFile], list[str]]:
+        others = list(self._sharing.others)
+        answers = await asyncio.gather(*(self._ask(replica, name, version) for replica in others))
+        files = [file for answer in answers for file in answer or ()]
+        pending = [replica.name for replica, answer in zip(others, answers, strict=True) if answer is None]
+        return files, pending + ([UNKNOWN] if self._sharing.stale else [])
+
+    async def _ask(self, replica: Replica, name: str, version: str) -> list[DeletedFile] | None:
+        """What it deleted; None: it keeps, or may keep, a copy, and does not answer."""
+        keeps = any(key[0] == name and (not version or key[1] == version) for key in replica.versions)
+        if not replica.alive:
+            return None if keeps else []
+        try:
+            return await self._peers.delete(replica, name, version)
+        except TreadleError as error:
+            log.warning("a replica has not deleted", extra={"replica": replica.name, "dictionary": name, "reason": str(error)})
+            return None

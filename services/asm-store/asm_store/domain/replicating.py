@@ -1,0 +1,52 @@
+"""What this replica tells the others, and takes in from them. Which way it travels is an adapter's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+
+from asm_store.domain.changes import Changes
+from asm_store.domain.deleting import Deleting
+from asm_store.domain.ports import Remote
+from asm_store.domain.store import Store
+from asm_store.domain.tombstones import Tombstones
+from asm_store.domain.versions import Key, Pin, Pointer
+from treadle.contract.errors import NotFound
+
+
+class Replicating:
+    """For one event loop."""
+
+    def __init__(self, store: Store, tombstones: Tombstones, deleting: Deleting, changes: Changes) -> None:
+        self._store, self._tombstones, self._deleting, self._changes = store, tombstones, deleting, changes
+
+    def kept(self) -> dict[Key, Remote]:
+        """What is here."""
+        return {kept.key: Remote(kept.stored.record, kept.stored.manifest_json) for kept in self._store.catalogue.all()}
+
+    def pointers(self) -> list[Pointer]:
+        """What names mean here."""
+        return self._store.pointers.all()
+
+    def pins(self) -> dict[Key, Pin]:
+        """Pins, and ends of pins, that were said of what is here."""
+        return {kept.key: kept.pin for kept in self._store.catalogue.all() if kept.pin.changed_at_seconds}
+
+    def tombstones(self) -> dict[Key, float]:
+        """What was deleted, and when, seconds since the epoch."""
+        return self._tombstones.all()
+
+    async def learn(self, pointers: Iterable[Pointer], pins: Mapping[Key, Pin], deleted: Mapping[Key, float]) -> None:
+        """Take in what others know: of each the newer holds. Pins of what comes here later are learnt when they are read again."""
+        await self._deleting.obey(dict(deleted))
+        await self._store.pointers.forget_old()
+        for pointer in pointers:
+            await self._store.pointers.learn(pointer)
+        for kept in self._store.catalogue.all():
+            if kept.key in pins:
+                with suppress(NotFound):  # it has gone meanwhile
+                    await self._store.learn_pin(kept, pins[kept.key])
+
+    async def others_changed(self) -> None:
+        """What others keep has changed: what could not be copied may be now."""
+        await self._changes.announce()

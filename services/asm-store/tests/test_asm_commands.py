@@ -1,0 +1,143 @@
+"""`treadle asm` against a real store: what people and programs read, and what a mistake is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from asm_store.commands import app
+from asm_store.commands.calling import seconds_of
+from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError
+
+NARROW = {"COLUMNS": "80"}
+
+
+class Asm:
+    """The command, pointed at one store."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def __call__(self, *words: str, code: int = 0) -> str:
+        """What it prints."""
+        run = CliRunner().invoke(app, [*words, "--store", self.address], env=NARROW)
+        if isinstance(run.exception, TreadleError):
+            raise run.exception
+        assert run.exit_code == code, run.output
+        return run.stdout
+
+    def json(self, *words: str, code: int = 0) -> Any:
+        """The document that it prints."""
+        return json.loads(self(*words, "--json", code=code))
+
+
+@pytest.fixture
+def asm(start_store: Any, tmp_path: Path) -> Iterator[Asm]:
+    with start_store(tmp_path / "data") as process:
+        yield Asm(process.address)
+
+
+def test_publish_list_promote_and_remove_tell_what_they_did(asm: Asm, make: Any) -> None:
+    old, new = make(seed=1, prefix_kv=True), make(seed=2)
+    assert "the store keeps no dictionary; `treadle asm publish FOLDER` brings one" in asm("ls")
+    told = asm("publish", str(old.folder))
+    assert f"rules {old.version[:12]}" in told
+    assert '"treadle": {"prefix": "rules"}' in told
+    assert "was there already" in asm("publish", str(old.folder))
+    assert "treadle asm promote rules@" in asm("publish", str(new.folder), "--no-promote")
+    lines = [line.strip() for line in asm("ls").splitlines()]
+    assert [line.split()[1] for line in lines if line.startswith("rules")] == [old.version[:12], new.version[:12]]
+    documents = asm.json("ls", "rules")
+    assert [(one["version"], one["current"], one["prefix_kv"]) for one in documents] == [
+        (old.version, True, True),
+        (new.version, False, False),
+    ]
+    assert "is current now (change 2 of this name)" in asm("promote", f"rules@{new.version[:8]}", "--expected", old.version)
+    with pytest.raises(Overtaken):
+        asm("promote", f"rules@{new.version[:8]}", "--expected", old.version)
+    with pytest.raises(InvalidArgument, match="rules@VERSION"):
+        asm("promote", "rules")
+    proof = asm.json("rm", f"rules@{old.version[:8]}")
+    assert proof["pending_replicas"] == []
+    assert {Path(file["path"]).name for file in proof["files"]} >= {"dictionary.safetensors", "prefix_kv.safetensors"}
+    assert not any(Path(file["path"]).exists() for file in proof["files"])
+    assert "every copy is gone" in asm("rm", "rules")
+    assert asm.json("ls") == []
+    assert "no dictionary of the name rules" in asm("ls", "rules")
+    with pytest.raises(NotFound):
+        asm("rm", "rules")
+
+
+def test_a_version_is_brought_out_and_the_folder_is_as_it_was(asm: Asm, make: Any, tmp_path: Path) -> None:
+    made = make()
+    asm("publish", str(made.folder))
+    document = asm.json("get", "rules", str(tmp_path / "out"))
+    assert document["folder"] == str(tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == {
+        path.name: path.read_bytes() for path in made.folder.iterdir()
+    }
+
+
+def test_pins_end_by_themselves_or_by_unpin(asm: Asm, make: Any) -> None:
+    asm("publish", str(make().folder))
+    assert "kept until" in asm("pin", "rules", "--ttl", "2h")
+    assert "until" in asm("ls")
+    assert asm.json("pin", "rules", "--ttl", "3h")["pinned_until_seconds"] > asm.json("ls")[0]["used_at_seconds"]
+    assert "pinned no more" in asm("unpin", "rules")
+    assert asm.json("ls")[0]["pinned_until_seconds"] == 0
+
+
+def test_a_prefix_grows_by_a_chunk(asm: Asm, make: Any, plain: Any) -> None:
+    asm("publish", str(make(settings=plain).folder))
+    asm("publish", str(make(name="chunk", settings=plain, seed=3, prefix_text="more", tokens=24).folder))
+    assert "treadle asm promote rules@" in asm("extend", "rules", "chunk")
+    document = asm.json("extend", "rules", "chunk", "--promote")
+    assert (document["prefix_tokens"], document["current"]) == (64, True)
+
+
+def test_status_tells_room_and_replica(asm: Asm, make: Any) -> None:
+    asm("publish", str(make().folder))
+    assert "1 versions" in asm("status")
+    assert asm.json("status")["versions"] == 1
+
+
+def test_a_key_is_asked_for_by_the_option_to_give(start_store: Any, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# of the store\nsesame\n")
+    keys.chmod(0o600)
+    with start_store(tmp_path / "data", "--api-key-file", str(keys)) as process:
+        asm = Asm(process.address)
+        with pytest.raises(AccessDenied, match="give --api-key-file FILE"):
+            asm("ls")
+        assert asm.json("ls", "--api-key-file", str(keys)) == []
+        with pytest.raises(NotFound, match="cannot be read"):
+            asm("ls", "--api-key-file", str(tmp_path / "nowhere"))
+        with pytest.raises(InvalidArgument, match="--tls-root-file"):
+            asm("ls", "--tls-client-file", str(keys))
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("15m", 900), ("2h", 7200), ("7d", 604800), ("30", 30), ("1.5h", 5400)])
+def test_durations_are_written_as_people_do(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-1s", "soon", "5w"])
+def test_what_is_no_duration_is_told_so(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="90s, 15m, 2h or 7d"):
+        seconds_of(text)
+
+
+def test_help_loads_neither_grpc_nor_torch() -> None:
+    script = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom asm_store.commands import app\n"
+        "assert 'publish' in CliRunner().invoke(app, ['--help']).stdout\n"
+        "print([name for name in ('torch', 'grpc', 'transformers') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "[]"

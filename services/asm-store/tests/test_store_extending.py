@@ -1,0 +1,194 @@
+"""Entries of two chunks become one: the mathematics, and the version that a store makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from asm_store.domain.checking import as_float
+from asm_store.domain.extending import extended, write_extended
+from asm_store.domain.merging import at_rest, merge_entries
+from treadle.asm.v1 import asm_store_pb2 as pb
+from treadle.contract.dictionary import ChunkMerge, DictionaryModel, DictionarySettings, Grouping, RowDtype, tensor_name
+from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors, write_tensors
+
+if TYPE_CHECKING:
+    from tests.conftest import Make, Serve
+
+Fails = Callable[[Any], Awaitable[tuple[grpc.StatusCode, str, dict[str, str]]]]
+SUM, MEAN = ChunkMerge.SUM, ChunkMerge.MEAN
+
+
+def f32(values: Any) -> NDArray[np.float32]:
+    return np.array(values, np.float32)
+
+
+def attention(q: NDArray[np.float64], keys: NDArray[np.float64], values: NDArray[np.float64]) -> tuple[Any, Any]:
+    scores = keys @ q
+    log_z = np.logaddexp.reduce(scores)
+    return (np.exp(scores - log_z) @ values).astype(np.float32), np.float32(log_z)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(-1e4, 1e4), st.floats(-1e4, 1e4))
+def test_the_sum_is_the_attention_over_both_parts(seed: int, low: float, high: float) -> None:
+    chance = np.random.default_rng(seed)
+    q, keys, values = chance.standard_normal(4), chance.standard_normal((9, 4)), chance.standard_normal((9, 3))
+    (a1, l1), (a2, l2), (a, whole) = (attention(q, keys[part], values[part]) for part in (slice(0, 4), slice(4, 9), slice(0, 9)))
+    states, log_z = merge_entries(a1[None], l1[None], a2[None], l2[None], how=SUM, chunks=(1, 1))
+    np.testing.assert_allclose(states[0], a, atol=1e-5)
+    np.testing.assert_allclose(log_z[0], whole, atol=1e-5)
+    far, far_z = merge_entries(a1[None], f32([low]), a2[None], f32([high]), how=SUM, chunks=(1, 1))
+    assert np.isfinite(far).all()
+    assert abs(far_z[0] - np.logaddexp(np.float32(low), np.float32(high))) <= 1e-3
+    back, back_z = merge_entries(a2[None], f32([high]), a1[None], f32([low]), how=SUM, chunks=(1, 1))
+    np.testing.assert_allclose(back, far, atol=1e-6)
+    assert back_z == far_z
+
+
+def test_the_mean_weighs_chunks_and_leaves_out_what_has_no_samples() -> None:
+    a1, a2 = f32([[1.0]]), f32([[3.0]])
+    states, log_z = merge_entries(a1, f32([0]), a2, f32([np.log(2)]), how=MEAN, chunks=(3, 1))
+    assert states[0, 0] == pytest.approx((3 * 1 + 2 * 3) / 5)
+    assert log_z[0] == pytest.approx(np.log((3 * 1 + 2) / 4))
+    for how in (SUM, MEAN):
+        states, log_z = merge_entries(a1, f32([-np.inf]), a2, f32([0.5]), how=how, chunks=(3, 1))
+        assert (states[0, 0], log_z[0]) == (pytest.approx(3.0), pytest.approx(0.5))
+        states, log_z = merge_entries(a1, f32([-np.inf]), a2, f32([-np.inf]), how=how, chunks=(3, 1))
+        assert (states[0, 0], log_z[0]) == (0.0, -np.inf)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e3))
+def test_rows_at_rest_come_back_within_half_a_step(seed: int, size: float) -> None:
+    rows = (np.random.default_rng(seed).standard_normal((5, 16)) * size).astype(np.float32)
+    rows[2] = 0
+    for dtype, step in ((RowDtype.F32, 0.0), (RowDtype.BF16, 2**-8), (RowDtype.I8, 0.5 / 127 * 1.01)):
+        resting, scales = at_rest(rows, dtype)
+        worst = np.abs(as_float(resting, scales) - rows).max(1)
+        smallest = 2.0**-24 * 64 if dtype is RowDtype.I8 else 0.0  # fp16 scales have no smaller steps
+        assert (worst <= step * np.abs(rows).max(1) + smallest).all()
+
+
+CASES = [
+    DictionarySettings(heads_joined=1, grouping=Grouping.SHARED, dtype=RowDtype.F32, entries=16, chunk_merge=SUM),
+    DictionarySettings(
+        heads_joined=3, grouping=Grouping.INDIVIDUAL, dtype=RowDtype.I8, entries=32, lists=4, ridge_ppm=9, chunk_merge=MEAN
+    ),
+    DictionarySettings(heads_joined=1, grouping=Grouping.INDIVIDUAL, dtype=RowDtype.BF16, entries=24, lists=3, chunk_merge=SUM),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["F32", "I8", "BF16"])
+async def test_a_store_extends_a_version_entry_by_entry_and_leaves_it_as_it_was(serve: Serve, make: Make, case: Any) -> None:
+    base = make(seed=1, settings=case, prefix_kv=True)
+    chunk = make(seed=2, settings=case, name="chunk", prefix_text="second", tokens=11)
+    async with serve() as served:
+        for made in (base, chunk):
+            await served.publish(made.messages(promote=True))
+        answer = await asyncio.to_thread(served.fabric.asm.extend, "rules", "chunk", promote=True)
+        opened = await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules")))
+        assert opened.dictionary.ref.version == answer.version
+        found = extended(base.dictionary, chunk.dictionary)
+        assert (found.prefix.tokens, found.prefix.chunks, found.prefix_kv) == (51, (40, 11), None)
+        mapped = map_tensors(Path(opened.path), found)
+        for layer in found.layers:
+            names = {part: tensor_name(layer, part) for part in ("keys", "states", "state_scales", "log_z", "counts")}
+            assert np.array_equal(mapped[names["keys"]], base.tensors[names["keys"]])
+            numbers = [
+                as_float(tensors[names["states"]], tensors.get(names["state_scales"]))
+                for tensors in (base.tensors, chunk.tensors, mapped)
+            ]
+            logs = [made.tensors[names["log_z"]] for made in (base, chunk)]
+            states, log_z = merge_entries(numbers[0], logs[0], numbers[1], logs[1], how=case.chunk_merge, chunks=(1, 1))
+            np.testing.assert_array_equal(mapped[names["log_z"]], log_z)
+            slack = {RowDtype.F32: 0.0, RowDtype.BF16: 2**-8, RowDtype.I8: 0.51 / 127}[case.dtype] * np.abs(states).max(
+                -1, keepdims=True
+            )
+            assert (np.abs(numbers[2] - states) <= slack + 1e-7).all()
+            counts = np.maximum(base.tensors[names["counts"]], chunk.tensors[names["counts"]])  # the same traces looked at both
+            np.testing.assert_array_equal(mapped[names["counts"]], counts)
+        before = await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules", version=base.version)))
+        assert await asyncio.to_thread(Path(before.path).read_bytes) == (base.folder / "dictionary.safetensors").read_bytes()
+        assert served.metric("extends_total", outcome="ok") == 1
+
+
+def test_the_file_is_what_writing_it_at_once_would_give(make: Make, tmp_path: Path) -> None:
+    base, chunk = make(seed=1), make(seed=2)
+    written, info = write_extended(tmp_path / TENSORS_FILE, (base.dictionary, base.tensors), (chunk.dictionary, chunk.tensors))
+    tensors = map_tensors(tmp_path / TENSORS_FILE, written)
+    dtypes = {name: about.dtype for name, about in written.tensors}
+    write_tensors(tmp_path / "b", {name: (dtypes[name], np.array(tensors[name])) for name in dtypes})
+    assert (tmp_path / TENSORS_FILE).read_bytes() == (tmp_path / "b").read_bytes()
+    assert info.nbytes == (tmp_path / TENSORS_FILE).stat().st_size
+
+
+def test_memory_does_not_grow_with_the_dictionary(make: Make, tmp_path: Path) -> None:
+    case = DictionarySettings(heads_joined=1, grouping=Grouping.SHARED, dtype=RowDtype.F32, entries=32_768)
+    base, chunk = make(seed=1, settings=case, layers=(0,)), make(seed=2, settings=case, layers=(0,))
+    parts = [(made.dictionary, map_tensors(made.folder / "dictionary.safetensors", made.dictionary)) for made in (base, chunk)]
+    tracemalloc.start()
+    write_extended(tmp_path / TENSORS_FILE, parts[0], parts[1])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 48 << 20
+
+
+def test_other_traces_are_added_and_their_figures_weighed(make: Make, tmp_path: Path) -> None:
+    base, chunk = make(seed=1, calibration="one"), make(seed=2, calibration="other")
+    written, _ = write_extended(tmp_path / TENSORS_FILE, (base.dictionary, base.tensors), (chunk.dictionary, chunk.tensors))
+    assert (written.calibration.traces, written.calibration.tokens) == (6, 120)
+    assert written.calibration.digest not in (base.dictionary.calibration.digest, chunk.dictionary.calibration.digest)
+    found = map_tensors(tmp_path / TENSORS_FILE, written)
+    np.testing.assert_array_equal(found["layers.0.counts"], base.tensors["layers.0.counts"] + chunk.tensors["layers.0.counts"])
+    middle = (base.tensors["layers.0.cosine_quantiles"] + chunk.tensors["layers.0.cosine_quantiles"]) / 2
+    np.testing.assert_allclose(found["layers.0.cosine_quantiles"], middle, atol=1e-6)
+
+
+async def test_what_was_not_made_for_the_same_keys_is_refused_with_the_field(serve: Serve, make: Make, fails: Fails) -> None:
+    case, model = CASES[0], DictionaryModel("cd" * 32, "cd" * 32, "cd" * 32, 4, 6, 2, 8)
+    other = DictionarySettings(heads_joined=1, grouping=Grouping.SHARED, dtype=RowDtype.F32, entries=16, seed=9)
+    base = make(seed=1, settings=case)
+    async with serve() as served:
+        await served.publish(base.messages(promote=True))
+        for name, options, field in (
+            ("keys", {"settings": case, "keys_seed": 8}, "tensors.layers.0.keys"),
+            ("settings", {"settings": other}, "settings.seed"),
+            ("layers", {"settings": case, "layers": (0,)}, "layers"),
+            ("model", {"settings": case, "model": model}, "model.digest"),
+        ):
+            await served.publish(make(seed=2, name=name, **options).messages(promote=True))
+            call = served.stub.Extend(pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name=name)))
+            code, _, details = await fails(call)
+            assert (code, details["treadle-field"]) == (grpc.StatusCode.FAILED_PRECONDITION, field)
+
+
+async def test_what_has_matched_keys_is_not_extended(serve: Serve, make: Make, fails: Fails) -> None:
+    case = DictionarySettings(entries=16, matched_keys=4)
+    async with serve() as served:
+        await served.publish(make(seed=1, settings=case).messages(promote=True))
+        await served.publish(make(seed=2, settings=case, name="chunk", prefix_text="chunk").messages(promote=True))
+        call = served.stub.Extend(pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk")))
+        code, text, _ = await fails(call)
+        assert (code, "made with matched keys" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+
+
+async def test_a_name_that_means_another_version_is_not_flipped_by_extending(serve: Serve, make: Make, fails: Fails) -> None:
+    one, two = make(seed=1), make(seed=2)
+    async with serve() as served:
+        await served.publish(one.messages())
+        await served.publish(two.messages(promote=True))
+        ref = pb.DictionaryRef(name="rules", version=one.version)
+        code, text, _ = await fails(served.stub.Extend(pb.ExtendRequest(ref=ref, chunk=ref, promote=True)))
+        assert (code, two.version in text, one.version in text) == (grpc.StatusCode.ABORTED, True, True)
+        assert len((await served.stub.List(pb.ListRequest())).dictionaries) == 2

@@ -1,0 +1,175 @@
+"""Calls that meet: a name taken while another publishes into it, a version that goes while it is promoted, a peer that says nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from asm_store import messages as m
+from asm_store.domain.catalogue import Catalogue
+from asm_store.domain.ports import Alone, Announced, End, Piece, Remote, Replica
+from asm_store.domain.tenancy import Caller, check_may_change
+from asm_store.domain.versions import Record
+from treadle.asm.v1 import asm_store_pb2 as pb
+from treadle.contract.errors import AccessDenied
+
+if TYPE_CHECKING:
+    from tests.conftest import Made, Make, Serve
+
+Fails = Callable[[Any], Awaitable[tuple[grpc.StatusCode, str, dict[str, str]]]]
+
+
+def ref(made: Made) -> pb.DictionaryRef:
+    return pb.DictionaryRef(name=made.name, version=made.version)
+
+
+def announced(made: Made) -> Announced:
+    return Announced(made.dictionary.to_json(), m.file_infos(made.files()), b"", "default", published_at_seconds=5.0)
+
+
+def remote(made: Made, tenant: str = "default") -> Remote:
+    return Remote(Record(made.name, made.version, tenant, 5.0, m.file_infos(made.files())), made.dictionary.to_json())
+
+
+async def test_a_name_that_another_tenant_takes_while_bytes_come_is_not_shared(
+    serve: Serve, make: Make, tmp_path: Path, fails: Fails
+) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"key-{name}")
+    path = tmp_path / "tenants.yaml"
+    path.write_text(f"tenants: [{{name: a, token_file: {tmp_path}/a}}, {{name: b, token_file: {tmp_path}/b}}]")
+    first, second = make(seed=1), make(seed=2)
+    async with serve(tenants_file=path, key="key-a") as served:
+        begun, taken = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> AsyncGenerator[pb.PublishRequest, None]:
+            for message in second.messages(promote=True):
+                if message.WhichOneof("event") == "end":
+                    begun.set()
+                    await taken.wait()
+                yield message
+
+        publishing = asyncio.ensure_future(fails(served.stub.Publish(slow(), metadata=(("authorization", "Bearer key-b"),))))
+        await asyncio.wait_for(begun.wait(), 20)
+        await served.publish(first.messages(promote=True))
+        taken.set()
+        code, text, _ = await publishing
+        assert (code, "tenant b" in text) == (grpc.StatusCode.UNAUTHENTICATED, True)
+        assert [kept.key[1] for kept in served.parts.store.catalogue.all()] == [first.version]
+        assert served.parts.store.pointers.of("rules").version == first.version
+
+
+def test_the_names_of_a_replica_that_is_away_are_still_its_tenants(make: Make) -> None:
+    made, sharing = make(), Alone("here")
+    sharing.others = (Replica("away", "", alive=False, versions={(made.name, made.version): remote(made, "a")}),)
+    catalogue = Catalogue(None, sharing)  # type: ignore[arg-type]  # no pointer is asked for
+    check_may_change(catalogue, Caller("a", admin=False), made.name)
+    with pytest.raises(AccessDenied, match="another's"):
+        check_may_change(catalogue, Caller("b", admin=False), made.name)
+
+
+async def test_what_is_deleted_while_it_is_promoted_is_meant_by_nothing(
+    serve: Serve, make: Make, fails: Fails, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages())
+        store = served.parts.store
+        flip = store.pointers.promote
+
+        async def promote(*arguments: Any) -> Any:
+            await served.stub.Delete(pb.DeleteRequest(ref=ref(made)))
+            return await flip(*arguments)
+
+        monkeypatch.setattr(store.pointers, "promote", promote)
+        code, text, _ = await fails(served.stub.Promote(pb.PromoteRequest(ref=ref(made))))
+        assert (code, "deleted meanwhile" in text) == (grpc.StatusCode.NOT_FOUND, True)
+        assert store.pointers.of("rules").version == ""
+
+
+async def test_nobody_is_told_of_a_version_whose_files_are_being_evicted(
+    serve: Serve, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [make(seed=seed) for seed in range(3)]
+    async with serve(versions_max=2) as served:
+        delete, listed, read = served.parts.folder.delete, list[bool](), [True, False]
+
+        def seen(stored: Any, *, unread_only: bool) -> Any:
+            listed.append(served.parts.store.catalogue.get(stored.key) is not None)
+            return None if read.pop(0) else delete(stored, unread_only=unread_only)
+
+        monkeypatch.setattr(served.parts.folder, "delete", seen)
+        for one in made:
+            await served.publish(one.messages())
+        assert listed == [False, False]
+        kept = served.parts.store.catalogue.all()
+        assert {one.key[1] for one in kept} == {made[0].version, made[2].version}  # the first was being read, and is back
+        assert not any(one.gone for one in kept)
+
+
+async def test_a_replica_that_asks_while_a_tombstone_deletes_gets_the_proof(
+    serve: Serve, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages())
+        deleting, delete = served.parts.store.deleting, served.parts.folder.delete
+        going, asked = threading.Event(), threading.Event()
+
+        def slow(*arguments: Any, **options: Any) -> Any:
+            going.set()
+            asked.wait(20)
+            return delete(*arguments, **options)
+
+        monkeypatch.setattr(served.parts.folder, "delete", slow)
+        obeying = asyncio.ensure_future(deleting.obey({(made.name, made.version): time.time()}))
+        assert await asyncio.to_thread(going.wait, 20)
+        asking = asyncio.ensure_future(deleting.delete(made.name, made.version, here_only=True))
+        await asyncio.sleep(0)  # it has begun
+        asked.set()
+        await obeying
+        assert {file.version for file in (await asking).files} == {made.version}
+
+
+class TwoPeers:
+    """One says nothing at all; the other has the version."""
+
+    def __init__(self, made: Made) -> None:
+        self.made, self.asked = made, list[str]()
+
+    async def get(self, replica: Replica, key: Any) -> AsyncGenerator[Announced | Piece | End, None]:
+        self.asked.append(replica.name)
+        if replica.name == "silent":
+            await asyncio.Event().wait()
+        yield announced(self.made)
+        for message in self.made.pieces():
+            yield m.piece_of(message.piece)
+        yield End()
+
+
+@pytest.mark.parametrize("silence", [0.3])
+async def test_a_replica_that_says_nothing_is_passed_over_for_the_next(serve: Serve, make: Make, silence: float) -> None:
+    made = make()
+    async with serve(publish_silence_seconds=silence) as served:
+        peers, sharing = TwoPeers(made), served.parts.store.sharing
+        versions = {(made.name, made.version): remote(made)}
+        sharing.others = tuple(Replica(name, "", alive=True, versions=versions) for name in ("silent", "whole"))  # type: ignore[misc]  # of Alone, which has none
+        served.parts.bringing._peers = peers  # type: ignore[assignment]  # nobody deletes here
+        answer = await served.stub.Open(pb.OpenRequest(ref=ref(made)), timeout=20)
+        assert (answer.dictionary.ref.version, peers.asked) == (made.version, ["silent", "whole"])
+
+
+async def test_a_version_that_a_fast_clock_has_dated_stays_deleted(serve: Serve, make: Make) -> None:
+    made = make()
+    async with serve() as served:
+        served.parts.bringing._publishing._clock = lambda: time.time() + 3600
+        at = (await served.publish(made.messages())).dictionary.published_at_seconds
+        await served.stub.Delete(pb.DeleteRequest(ref=ref(made)))
+        assert served.parts.store._tombstones.covers((made.name, made.version), at)  # of a copy that comes back later
