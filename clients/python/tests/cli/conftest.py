@@ -28,7 +28,12 @@ from treadle.contract.row_layout import row_layout
 from treadle.contract.table_manifest import version_of_rows
 
 HERE = Path(__file__).parent
-SERVICES = {"engram_pool": "engram-pool", "inference_worker": "inference-worker", "inference_gateway": "inference-gateway"}
+SERVICES = {
+    "engram_pool": "engram-pool",
+    "asm_store": "asm-store",
+    "inference_worker": "inference-worker",
+    "inference_gateway": "inference-gateway",
+}
 DEADLINE_SECONDS = 20.0
 WORDS = ("in", "the", "beginning", "was", "word", "and", "it", "[UNK]")
 CONFIG = {"num_hidden_layers": 30, "hidden_size": 576}
@@ -113,7 +118,15 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
         (packages / package / "__main__.py").write_text(f"import fake_fabric, sys\nsys.exit(fake_fabric.main({service!r}))\n")
     for module in ("fake_fabric.py", "fake_grpc.py"):
         (packages / module).write_text((HERE / module).read_text())
-    add_plugins(packages, {"model": "fake_fabric:model_app", "pool": "fake_fabric:pool_app", "bench": "fake_fabric:bench_app"})
+    add_plugins(
+        packages,
+        {
+            "model": "fake_fabric:model_app",
+            "pool": "fake_fabric:pool_app",
+            "bench": "fake_fabric:bench_app",
+            "asm": "fake_fabric:asm_app",
+        },
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(_tokenizer()))
@@ -125,6 +138,14 @@ def cli(tmp_path: Path) -> Iterator[Cli]:
     if command.state() is not None:
         command("down")
     assert not command.segments.exists(), "a test left segments behind"
+
+
+@pytest.fixture
+def demo(cli: Cli, tmp_path: Path) -> Cli:
+    """The command's demo, with a folder of its own for what is temporary."""
+    (tmp_path / "temporary").mkdir()
+    cli.extra |= {"TMPDIR": str(tmp_path / "temporary"), "FAKE_MEMORIES": "kjv,kjv-shuffled"}
+    return cli
 
 
 @pytest.fixture(scope="session")

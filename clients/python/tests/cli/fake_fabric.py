@@ -1,8 +1,9 @@
-"""Stand-ins for the three services and for the commands of other packages: real processes and ports, canned answers.
+"""Stand-ins for the services and for the commands of other packages: real processes and ports, canned answers.
 
 Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
 (never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says,
-`FAKE_MEMORIES` what it offers (names by comma); `FAKE_NATS`, `FAKE_MISSING` and `FAKE_WEIGHTS`: see fake_grpc.
+`FAKE_MEMORIES` what it offers (names by comma); `FAKE_NATS`, `FAKE_MISSING` and `FAKE_WEIGHTS`: see fake_grpc. `FAKE_DICTIONARY`
+`useless`: what is behind a long prefix is as without one; `unbuilt`: `asm build` fails.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from treadle.contract.errors import TreadleError
 
 MODEL = "fake-135m"
 VERSIONS = {"kjv": "1b" * 32, "code": "c0de" * 16}  # of memories that no pool knows
-model_app, pool_app, bench_app = typer.Typer(), typer.Typer(), typer.Typer()
+DICTIONARY = "a5" * 32  # version of every dictionary
+PREFILL_SECONDS_A_CHARACTER = 5e-5  # a tenth of a second for a long text: what a demo measures
+model_app, pool_app, bench_app, asm_app = typer.Typer(), typer.Typer(), typer.Typer(), typer.Typer()
 
 
 def main(service: str) -> int:
@@ -42,8 +45,7 @@ def main(service: str) -> int:
         listen, metrics = _serve_gateway(arguments), ""
     else:
         fake_grpc = importlib.import_module("fake_grpc")  # only here: gRPC takes longer to import than all the rest
-        serve = fake_grpc.serve_pool if service == "engram-pool" else fake_grpc.serve_worker
-        listen, metrics = serve(arguments)
+        listen, metrics = fake_grpc.SERVE[service](arguments)
     if toggle != "mute":
         ready = {"ready": True, "service": service, "listen": listen, "metrics": metrics, "pid": os.getpid(), "version": "9.9"}
         print(json.dumps(ready), flush=True)
@@ -62,7 +64,7 @@ class _Server(ThreadingHTTPServer):
 
 def _serve_gateway(arguments: dict[str, str]) -> str:
     host, _, port = arguments["--listen"].rpartition(":")
-    Gateway.worker = arguments.get("--worker", "")
+    Gateway.worker = arguments.get("--worker", "").split(",")[0].rpartition("=")[2]
     server = _Server((host.strip("[]"), int(port)), Gateway)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"{host}:{server.server_port}"
@@ -92,7 +94,7 @@ class Gateway(BaseHTTPRequestHandler):
         if body["model"] not in [f"{MODEL}+none", *(name["id"] for name in _served_names())]:
             return self._reply(404, {"error": {"message": f"the model {body['model']!r} is not served here"}})
         if self.path == "/v1/completions":
-            return self._complete(body)
+            return self._stream_completion(body) if body.get("stream") else self._complete(body)
         engram = body.get("treadle", {}).get("engram")
         if reason := _why_not(engram):
             error = {"message": reason, "type": "invalid_request_error", "param": "treadle.engram", "code": "engram_not_found"}
@@ -120,6 +122,28 @@ class Gateway(BaseHTTPRequestHandler):
             "choices": [{"index": 0, "text": text, "finish_reason": "length", "logprobs": None}],
             "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}, "treadle": {"degraded": False} | _used(engram),
         })  # fmt: skip
+
+    def _stream_completion(self, body: dict[str, Any]) -> None:
+        """The topic `doors` where a long text is in the prompt or stands behind it, else nothing of use. Words are tokens."""
+        prompt, prefix, words = body["prompt"], body["treadle"]["prefix"], _words_of_topics()
+        cached = self.seen.count(body) > 1
+        tokens = len(prompt.split())
+        if not cached:
+            time.sleep(PREFILL_SECONDS_A_CHARACTER * len(prompt))
+        useful = tokens > words or (prefix != "none" and os.environ.get("FAKE_DICTIONARY") != "useless")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        said = os.environ.get("FAKE_ANSWER", " doors" if useful else " a message to")
+        report = {
+            "kind": "prefix", "name": prefix, "version": DICTIONARY, "lookups": 90, "lookups_outside": 9, "fell_back": False, "prefix_tokens": words,
+        }  # fmt: skip
+        self._chunk([{"index": 0, "text": said, "finish_reason": None, "logprobs": None}])
+        self._chunk([{"index": 0, "text": "", "finish_reason": "stop", "logprobs": None}])
+        details = {"cached_tokens": tokens if cached else 0}
+        usage = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1, "prompt_tokens_details": details}
+        self._chunk([], usage=usage, treadle={"degraded": False, "memory": [] if prefix == "none" else [report]})
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def _chunk(self, choices: list[Any], **more: Any) -> None:
         chunk = {"id": "1", "object": "chat.completion.chunk", "created": int(time.time()), "model": MODEL, "choices": choices}
@@ -177,6 +201,13 @@ def _used(engram: str | None) -> dict[str, Any]:
     return {"memory": [report]}
 
 
+def _words_of_topics() -> int:
+    """Words of the text that the demo builds."""
+    from treadle.cli.demo_prefix_answers import TEXT_FILE
+
+    return len(TEXT_FILE.read_text().split())
+
+
 @model_app.callback()
 def _model() -> None:
     """Models."""
@@ -222,6 +253,42 @@ def remove(name: str, pool: str = "", as_json: bool = typer.Option(False, "--jso
     with Fabric(engram=pool) as fabric:
         fabric.engram.remove(name)
     print(json.dumps({"model": name}))
+
+
+@asm_app.callback()
+def _asm() -> None:
+    """Dictionaries."""
+
+
+@asm_app.command()
+def where(store: str = typer.Option("nowhere", envvar="TREADLE_ASM_STORE")) -> None:
+    """Say which store it would call."""
+    print(json.dumps({"store": store}))
+
+
+@asm_app.command()
+def build(
+    name: str = "", model: str = "", prefix: Path = Path(), traces: Path = Path(), out: Path = Path(), entries: int = 0,
+    source: str = "", as_json: bool = typer.Option(False, "--json"),
+) -> None:  # fmt: skip
+    """Print a card with figures that nobody has measured."""
+    toggle = os.environ.get("FAKE_DICTIONARY", "")
+    if toggle == "unbuilt":
+        raise SystemExit(f"{traces} is no file of traces")
+    learnt = traces.read_text().count("\n")
+    nothing = {"tokens": 99, "agreement": 0.25, "kl": 3.0}
+    print(json.dumps({
+        "name": name, "version": DICTIONARY, "source": source, "prefix": {"tokens": len(prefix.read_text().split())},
+        "calibration": {"traces": learnt, "tokens": 20 * learnt},
+        "sizes": {"storage_bytes": entries * 12_000, "prefix_kv_bytes": 15 << 20, "storage_share": 0.195},
+        "fidelity": {"dictionary": nothing if toggle == "useless" else {"tokens": 99, "agreement": 0.875, "kl": 0.25}, "nothing": nothing},
+    }))  # fmt: skip
+
+
+@asm_app.command()
+def publish(folder: Path, store: str = "", as_json: bool = typer.Option(False, "--json")) -> None:
+    """Say that it is kept."""
+    print(json.dumps({"name": folder.name, "version": DICTIONARY, "current": True, "seconds": 0.25, "store": store}))
 
 
 @bench_app.callback()

@@ -1,4 +1,4 @@
-"""The fake pool and worker: gRPC servers that keep names and versions of what is loaded, and make answers up."""
+"""The fake pool, store and worker: gRPC servers that keep names and versions of what is loaded, and make answers up."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry, Counter, start_http_server
 
+from treadle.asm.v1 import asm_store_pb2, asm_store_pb2_grpc
 from treadle.client import Fabric
 from treadle.contract import PROTO_VERSION, EngramModel
 from treadle.engram.v1 import engram_pool_pb2, engram_pool_pb2_grpc
@@ -20,6 +21,7 @@ from treadle.inference.v1 import worker_pb2, worker_pb2_grpc
 
 MODEL = "fake-135m"
 NATS_A_TOKEN = 3.0  # without a memory
+BLOCK_TOKENS = 256  # of a prompt; longer ones hold a text to go by
 WEIGHTS = b"weights"  # of every grown folder that the tests write
 SERVERS: list[grpc.Server] = []  # a gRPC server that nobody refers to is stopped
 
@@ -71,9 +73,19 @@ class _Pool(engram_pool_pb2_grpc.EngramPoolServiceServicer):
         return engram_pool_pb2.Model(ref=ref, manifest_json=manifest, current=True, segment_bytes=12 << 20, readers=readers)
 
 
+class _Store(asm_store_pb2_grpc.AsmStoreServiceServicer):
+    def Status(self, request: Any, context: Any) -> asm_store_pb2.StatusResponse:  # noqa: N802
+        return asm_store_pb2.StatusResponse(
+            build_version="9.9", proto_version=PROTO_VERSION, file_bytes=int(os.environ.get("FAKE_KEPT", "0")), file_bytes_max=10**9
+        )
+
+    def List(self, request: Any, context: Any) -> asm_store_pb2.ListResponse:  # noqa: N802
+        return asm_store_pb2.ListResponse()
+
+
 class _Worker(worker_pb2_grpc.WorkerServiceServicer):
-    def __init__(self, pool: str, model_dir: str) -> None:
-        self._pool, self._model_dir = pool, model_dir
+    def __init__(self, pool: str, model_dir: str, engine: str) -> None:
+        self._pool, self._model_dir, self._engine = pool, model_dir, engine
         self._tokens: dict[str, int] = {}
 
     def Status(self, request: Any, context: Any) -> worker_pb2.StatusResponse:  # noqa: N802
@@ -88,15 +100,28 @@ class _Worker(worker_pb2_grpc.WorkerServiceServicer):
             )
             for name, version in self._versions().items()
         ]  # fmt: skip
+        prefixes = [
+            worker_pb2.PrefixStatus(
+                name=name, version="a5" * 32, prefix_tokens=4096, open=name != "old-rules", mapped_bytes=12 << 20,
+                refusal="model.rope differs" if name == "old-rules" else "",
+            )
+            for name in filter(None, os.environ.get("FAKE_PREFIXES", "").split(","))
+        ]  # fmt: skip
         return worker_pb2.StatusResponse(
-            build_version="9.9", proto_version=PROTO_VERSION, model=MODEL, model_dir=self._model_dir, steps=40, step_seconds=2.0,
+            build_version="9.9", proto_version=PROTO_VERSION, prefixes=prefixes, model=MODEL, model_dir=self._model_dir, steps=40, step_seconds=2.0,
             completion_tokens=38, engram_model="smollm2-demo", engram_transport="mapped", engram_layers=layers, engram_models=memories,
+            engine=self._engine, engine_version="1.2", dtype="float32",
         )  # fmt: skip
 
     def Generate(self, request: Any, context: Any) -> Iterator[worker_pb2.GenerateResponse]:  # noqa: N802
-        """Log-probabilities of the prompt; FAKE_NATS (a JSON object, by memory) says how much better or worse than without."""
+        """Log-probabilities of the prompt; FAKE_NATS (a JSON object, by memory) says how much better or worse than without.
+
+        Behind a long prefix, or with a long text in the prompt, they are better; FAKE_DICTIONARY `useless`: not behind a prefix.
+        """
         name, tokens = request.engram.model, request.prompt_token_ids
         nats = NATS_A_TOKEN + json.loads(os.environ.get("FAKE_NATS", "{}")).get(name, -0.2 if name == "kjv" else 0.0)
+        useful = request.prefix.name and os.environ.get("FAKE_DICTIONARY") != "useless"
+        nats -= 2.0 if useful or len(tokens) > BLOCK_TOKENS else 0.0
         if name and name not in self._tokens:
             with Fabric(engram=self._pool) as fabric:
                 fabric.engram.read_fusion(name)
@@ -143,9 +168,22 @@ def serve_pool(arguments: dict[str, str]) -> tuple[str, str]:
     return address, pool.serve_metrics(arguments["--metrics-listen"])
 
 
+def serve_store(arguments: dict[str, str]) -> tuple[str, str]:
+    """Where it listens for calls, and where its metrics would be."""
+    Path(arguments["--data-dir"]).mkdir(parents=True, exist_ok=True)
+    server, address = _grpc_server(arguments["--listen"])
+    asm_store_pb2_grpc.add_AsmStoreServiceServicer_to_server(_Store(), server)  # type: ignore[abstract]  # nobody calls the others
+    server.start()
+    return address, arguments["--metrics-listen"].replace(":0", ":2")
+
+
 def serve_worker(arguments: dict[str, str]) -> tuple[str, str]:
     """Where it listens for calls, and where its metrics would be."""
     server, address = _grpc_server(arguments["--listen"])
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(_Worker(arguments.get("--engram-pool", ""), arguments["--model"]), server)
+    worker = _Worker(arguments.get("--engram-pool", ""), arguments["--model"], arguments["--engine"])  # type: ignore[abstract]
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     server.start()
     return address, arguments["--metrics-listen"].replace(":0", ":1")
+
+
+SERVE = {"engram-pool": serve_pool, "asm-store": serve_store, "inference-worker": serve_worker}

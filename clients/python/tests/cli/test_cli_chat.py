@@ -112,6 +112,18 @@ def test_the_gateway_is_the_one_given_or_the_default(tmp_path: Path) -> None:
         first_key(str(tmp_path / "none"))
 
 
+def test_a_key_to_show_is_never_a_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"sha256:{'0' * 64}\nplain engram=kjv\n")
+    assert first_key(str(keys)) == "plain"
+    keys.write_text(f"sha256:{'0' * 64} tenant=team\n")
+    with pytest.raises(NotFound, match="TREADLE_API_KEY"):
+        first_key(str(keys))
+    monkeypatch.setenv("TREADLE_API_KEY", "mine")
+    assert first_key(str(keys)) == "mine"
+    assert first_key("") == "mine"
+
+
 def test_an_address_of_every_interface_is_reached_by_loopback() -> None:
     assert reachable_url("0.0.0.0:8000") == "http://127.0.0.1:8000"
     assert reachable_url("127.0.0.1:1") == "http://127.0.0.1:1"

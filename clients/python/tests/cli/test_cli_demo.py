@@ -184,14 +184,6 @@ def test_a_comparison_of_enough_rounds_has_its_interval() -> None:
     assert "its 95 % interval" in text
 
 
-@pytest.fixture
-def demo(cli: Any, tmp_path: Path) -> Any:
-    """The command, with a folder of its own for what is temporary."""
-    (tmp_path / "temporary").mkdir()
-    cli.extra |= {"TMPDIR": str(tmp_path / "temporary"), "FAKE_MEMORIES": "kjv,kjv-shuffled"}
-    return cli
-
-
 def test_the_demo_shows_answers_perplexities_and_origin_and_leaves_nothing(demo: Any, tmp_path: Path) -> None:
     run = demo("demo", "--bench")
     for words in (f"> {PROMPTS[0]}", f"{PROMPTS[0]} indeed", "-18.1%", "+0.0%", "pool: version", "inference-worker", "0.995x"):
@@ -216,7 +208,7 @@ def test_the_json_document_has_everything(demo: Any) -> None:
     assert shuffled["versions"] != kjv["versions"]
     assert document["perplexity"]["with"]["perplexity"] < document["perplexity"]["without"]["perplexity"]
     assert document["perplexity"]["shuffled"]["tokens"] == 16 * 255
-    assert set(document["processes"]) == {"engram-pool", "inference-worker", "inference-gateway"}
+    assert set(document["processes"]) == {"engram-pool", "asm-store", "inference-worker", "inference-gateway"}
     assert document["bench"] == {}
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from treadle.asm.v1 import asm_store_pb2 as asm_pb
+from treadle.asm.v1 import asm_store_pb2_grpc as asm_pb_grpc
 from treadle.cli.doctor import devices, memory, processor, running, software
 from treadle.cli.doctor.command import CHECKS, doctor
 from treadle.cli.doctor.finding import Finding, Host, Level
@@ -199,6 +201,13 @@ def test_mooncake_is_found_or_the_finding_says_how_to_get_it() -> None:
         assert "pip install treadle[mooncake]" in finding.advice
 
 
+class FullStore(asm_pb_grpc.AsmStoreServiceServicer):
+    kept = 300
+
+    def Status(self, request: Any, context: Any) -> asm_pb.StatusResponse:  # noqa: N802
+        return asm_pb.StatusResponse(proto_version=PROTO_VERSION, versions=3, file_bytes=self.kept * 10**6, file_bytes_max=10**9)
+
+
 class PoolWithDoors(pb_grpc.EngramPoolServiceServicer):
     def Status(self, request: Any, context: Any) -> pb.StatusResponse:  # noqa: N802 - gRPC's name
         doors = [pb.Door(transport="ring", address="unix:/run/ring"), pb.Door(transport="socket", address="127.0.0.1:7422")]
@@ -220,4 +229,37 @@ def test_the_doors_of_a_running_pool_are_listed(monkeypatch: pytest.MonkeyPatch,
         assert running.doors(Host()).found == "ring unix:/run/ring, socket 127.0.0.1:7422"
         server.stop(None).wait(10)
         finding = running.doors(Host())
+        assert (finding.level, finding.found.startswith(listen)) == (Level.WARN, True)
+
+
+def test_what_was_brought_from_stores_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TREADLE_HOME", str(tmp_path))
+    assert running.dictionary_cache(Host()).level is Level.INFO
+    cache = tmp_path / "asm-cache"
+    for version in ("ab" * 32, "cd" * 32):
+        (cache / version).mkdir(parents=True)
+        (cache / version / "dictionary.safetensors").write_bytes(bytes(3_000_000))
+    (cache / f"{'ef' * 32}.lock").write_text('{"bytes": 4000000, "store": "far:7402"}')
+    finding = running.dictionary_cache(Host())
+    assert finding.found == f"{cache}: 2 versions, 10.0 MB, 1 on their way in, or left by a worker that was killed"
+
+
+def test_what_a_running_store_keeps_is_told_and_a_full_one_warned_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TREADLE_HOME", str(tmp_path))
+    assert running.dictionaries(Host()).found == "no store of `treadle up` runs"
+    server, full = grpc.server(ThreadPoolExecutor(1)), FullStore()  # type: ignore[abstract]  # doctor asks for no more
+    asm_pb_grpc.add_AsmStoreServiceServicer_to_server(full, server)
+    listen = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    store = ServiceRecord("asm-store", "ready", listen)
+    state = FabricState(ProcessMark.of(os.getpid()), "ready", "http://127.0.0.1:1", str(tmp_path), services=(store,))
+    folder = RunFolder(tmp_path)
+    with folder.lock():
+        folder.write(state)
+        server.start()
+        finding = running.dictionaries(Host())
+        assert (finding.level, finding.found) == (Level.OK, "3 versions, 300.0 MB of 1000.0 MB")
+        full.kept = 950
+        assert running.dictionaries(Host()).level is Level.WARN
+        server.stop(None).wait(10)
+        finding = running.dictionaries(Host())
         assert (finding.level, finding.found.startswith(listen)) == (Level.WARN, True)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-SERVICES = ("engram-pool", "inference-worker", "inference-gateway")
+from treadle.contract.errors import NotFound
+
+SERVICES = ("engram-pool", "asm-store", "inference-worker", "inference-gateway")
 FREE = ("--gateway-port", "0", "--port-base", "0")
 FOLDER = (*FREE, "--model", "./model")  # which saves the fetch
 
@@ -39,7 +42,10 @@ def kill_again_and_again(cli: Any, wait_for: Callable[..., Any], service: str, t
 
 def finish(process: subprocess.Popen[str], number: signal.Signals = signal.SIGINT) -> tuple[int, str, str]:
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    try:
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()  # nothing, once it has ended
     return process.returncode, out, err
 
 
@@ -87,9 +93,9 @@ def test_kill_minus_nine_of_up_leaves_no_process_and_down_frees_what_it_left(cli
 
 
 def test_a_killed_service_is_back_on_its_address(cli: Any, wait_for: Callable[..., Any]) -> None:
-    cli("up", "--detach", "--no-engram", *FOLDER)
+    cli("up", "--detach", "--no-engram", "--no-asm", *FOLDER)
     before = cli.state()["services"]
-    assert [record["service"] for record in before] == list(SERVICES[1:])
+    assert [record["service"] for record in before] == list(SERVICES[2:])
     cli.process("inference-worker").send(signal.SIGKILL)
     after = wait_for(
         lambda: (now := cli.state()["services"]) and now[0]["restarts"] == 1 and now[0]["stage"] == "ready" and now, "it is back"
@@ -179,6 +185,93 @@ def test_services_are_started_with_what_the_options_say(cli: Any) -> None:
     assert not (cli.home / "run" / "logs" / "model-fetch.log").exists()  # a folder is used as it is
 
 
+def test_several_workers_share_a_pool_and_a_gateway(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER, "--workers", "3")
+    names = ["engram-pool", "asm-store", "inference-worker", "inference-worker-2", "inference-worker-3", "inference-gateway"]
+    records = {record["service"]: record for record in cli.state()["services"]}
+    assert list(records) == names
+    words = {name: psutil.Process(cli.process(name).pid).cmdline() for name in names[1:]}
+    workers = names[2:5]
+    told = ",".join(f"{name}={records[name]['listen']}" for name in workers)
+    assert words["inference-gateway"][words["inference-gateway"].index("--worker") + 1] == told
+    for name in workers:
+        assert words[name][words[name].index("--engram-pool") + 1] == records["engram-pool"]["listen"]
+        assert words[name][words[name].index("--asm-store") + 1] == records["asm-store"]["listen"]
+    status = json.loads(cli("status", "--json").stdout)
+    assert [service["service"] for service in status["services"] if service["ready"]] == names
+    assert "inference-worker-3: " in cli("status").stdout
+    assert "inference-worker-2" in cli("logs", "worker").stdout
+    cli("down")
+    assert stopped(cli) == ["inference-gateway", *workers, "asm-store", "engram-pool"]
+
+
+def test_a_store_keeps_dictionaries_where_it_is_told_and_status_lists_what_requests_can_choose(cli: Any) -> None:
+    cli.extra["FAKE_PREFIXES"] = "nba-rules,old-rules"
+    cli("up", "--detach", *FOLDER, "--asm-dir", "kept")
+    assert (cli.home / "kept").is_dir()
+    words = psutil.Process(cli.process("asm-store").pid).cmdline()
+    assert words[words.index("--data-dir") + 1] == str(cli.home / "kept")
+    services = {service["service"]: service for service in json.loads(cli("status", "--json").stdout)["services"]}
+    assert services["asm-store"]["note"] == "no dictionaries: 0.0 MB of 1000.0 MB"
+    prefixes = services["inference-worker"]["figures"]["prefixes"]
+    assert [(each["name"], each["open"], each["prefix_tokens"]) for each in prefixes] == [
+        ("nba-rules", True, 4096),
+        ("old-rules", False, 4096),
+    ]
+    text = cli("status").stdout
+    assert "old-rules: model.rope differs" in text
+    assert next(line.split() for line in text.splitlines() if line.split()[:1] == ["nba-rules"])[2] == "open"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_store_can_be_left_out(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER, "--no-asm")
+    assert "asm-store" not in [record["service"] for record in cli.state()["services"]]
+    assert "--asm-store" not in psutil.Process(cli.process("inference-worker").pid).cmdline()
+    assert "leave --asm-dir out" in cli("up", *FOLDER, "--no-asm", "--asm-dir", "kept", code=1).stderr
+
+
+def test_the_commands_of_pool_and_store_find_those_of_the_fabric(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER)
+    records = {record["service"]: record["listen"] for record in cli.state()["services"]}
+    assert json.loads(cli("asm", "where").stdout) == {"store": records["asm-store"]}
+    cli.extra["TREADLE_ASM_STORE"] = "elsewhere:1"
+    assert json.loads(cli("asm", "where").stdout) == {"store": "elsewhere:1"}
+
+
+@pytest.mark.parametrize("count", ["0", "17"])
+def test_a_number_of_workers_that_no_machine_has_is_refused(cli: Any, count: str) -> None:
+    assert f"--workers: 1 to 16, got {count}" in cli("up", *FOLDER, "--workers", count, code=1).stderr
+
+
+def test_the_worker_of_another_engine_is_started_by_its_own_command(cli: Any) -> None:
+    cli("up", "--detach", *FOLDER, "--engine", "vllm", "--worker-command", f"{sys.executable} -m inference_worker")
+    begun = next(line for line in cli("logs", "worker").stdout.splitlines() if "begins with" in line)
+    assert "--engine" in begun
+    figures = next(
+        each["figures"] for each in json.loads(cli("status", "--json").stdout)["services"] if "engine" in each["figures"]
+    )
+    assert (figures["engine"], figures["engine_version"], figures["dtype"]) == ("vllm", "1.2", "float32")
+    assert "on vllm 1.2 float32" in cli("status").stdout
+    assert "asm-store" in cli("status").stdout
+    assert "--asm-store" in begun
+
+
+def test_vllm_runs_in_the_environment_beside_this_one_or_the_refusal_names_what_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from treadle.cli.worker_engine import WorkerEngine, worker_command
+
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    with pytest.raises(NotFound, match="make vllm-env"):
+        worker_command(WorkerEngine.VLLM, "", "inference_worker")
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    assert worker_command(WorkerEngine.VLLM, "", "inference_worker") == (str(python), "-m", "inference_worker")
+    assert worker_command(WorkerEngine.EMBEDDED, "", "inference_worker") == (sys.executable, "-m", "inference_worker")
+
+
 def test_ctrl_c_drains_gateway_worker_and_pool_in_that_order(cli: Any) -> None:
     process = cli.start("up", *FOLDER)
     cli.wait_ready()
@@ -200,7 +293,7 @@ def test_a_service_that_dies_before_it_is_ready_stops_everything(cli: Any, argum
     assert "inference-worker did not become ready (exit code 1)" in run.stderr
     assert "no such port: 42" in run.stderr
     assert "Traceback" not in run.stderr
-    assert stopped(cli) == ["inference-worker", "engram-pool"]
+    assert stopped(cli) == ["inference-worker", "asm-store", "engram-pool"]
     assert cli.state() is None
 
 
@@ -272,6 +365,7 @@ def test_a_second_ctrl_c_kills_what_does_not_drain(cli: Any, wait_for: Callable[
         (("--gateway-port", "70000"), "ports lie between"),
         (("--timeout", "0"), "positive number"),
         (("--host", "0.0.0.0"), "--api-key-file"),
+        (("--worker-command", "no-such-python -m inference_worker"), "no-such-python is not a program"),
     ],
 )
 def test_wrong_options_are_refused_with_a_reason(cli: Any, arguments: tuple[str, ...], words: str) -> None:

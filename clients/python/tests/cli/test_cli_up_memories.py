@@ -90,8 +90,9 @@ def test_a_document_names_the_memories_and_how_they_are_asked_for(cli: Any, grow
     up = json.loads(cli("up", "--detach", "--json", *FOLDER, "--memory", "./code").stdout)
     assert [memory["name"] for memory in up["memories"]] == ["kjv", "code"]
     assert up["memories"][1] == {"name": "code", "version": model.version, "model": "fake-135m+code", "default": False}
-    status = json.loads(cli("status", "--json").stdout)["services"][1]["figures"]["memories"]
-    assert [(memory["model"], memory["open"], memory["fused"]) for memory in status] == [
+    services = {service["service"]: service for service in json.loads(cli("status", "--json").stdout)["services"]}
+    memories = services["inference-worker"]["figures"]["memories"]
+    assert [(memory["model"], memory["open"], memory["fused"]) for memory in memories] == [
         ("code", False, True),
         ("kjv", False, True),
     ]

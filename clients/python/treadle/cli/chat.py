@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +42,7 @@ def chat(
             help="Memory to answer with: NAME, NAME@VERSION, none or default; not given: what the model's name or the key says."
         ),
     ] = "",
+    prefix: Annotated[str, typer.Option(help="Long prefix to answer behind: NAME or NAME@VERSION; not given: none.")] = "",
     system: Annotated[str, typer.Option(help="System prompt.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = ANSWER_TOKENS,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = TEMPERATURE,
@@ -54,7 +55,9 @@ def chat(
     address, key = find_gateway(RunFolder(home()), url, str(api_key_file or ""))
     client = connect(address, key)
     with client:
-        talk = Conversation(client, model or served_model(address, key), system, max_tokens, temperature, engram or None)
+        talk = Conversation(
+            client, model or served_model(address, key), system, max_tokens, temperature, engram or None, prefix=prefix or None
+        )
         if question:
             _one(talk, question, as_json)
         else:
@@ -65,7 +68,7 @@ def _one(talk: Conversation, question: str, as_json: bool) -> None:
     answer = talk.ask(question, (lambda text: None) if as_json else _write)
     if as_json:
         print_json(
-            {"model": talk.model, "engram": talk.engram, "answer": answer.text, "finish_reason": answer.finish_reason, "stopped": answer.stopped,
+            {"model": talk.model, "engram": talk.engram, "prefix": talk.prefix, "answer": answer.text, "finish_reason": answer.finish_reason, "stopped": answer.stopped,
              "seconds_to_first": answer.seconds_to_first, "seconds": answer.seconds, "usage": answer.usage, "treadle": answer.memory}
         )  # fmt: skip
     else:
@@ -195,8 +198,21 @@ def _remark(answer: Answer) -> None:
         stderr().print("(broke off)")
     if answer.memory.get("degraded"):
         stderr().print("(made with memory missing)")
+    for report in answer.memory.get("memory", ()):
+        if report.get("kind") == "prefix":
+            stderr().print(_prefix_remark(report), markup=False)
     if answer.finish_reason == "length":
         stderr().print("(cut off at the limit of tokens; --max-tokens sets it)")
+
+
+def _prefix_remark(report: dict[str, Any]) -> str:
+    """What a prefix did for the answer, in a few words."""
+    if not report.get("prefix_tokens"):
+        return f"(without the prefix {report['name']}: {report['missing_because']})"
+    name = f"{report['name']}@{report['version'][:VERSION_DIGITS_SHOWN]}"
+    how = "its exact KV, off its dictionary's task" if report.get("fell_back") else "its dictionary"
+    off_task = ", which was not made for such a question" if report.get("missing_because") == "off_task" else ""
+    return f"(behind {report['prefix_tokens']} tokens of {name}, by {how}{off_task})"
 
 
 def _tell(text: str) -> None:

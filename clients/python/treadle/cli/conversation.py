@@ -46,6 +46,7 @@ class Conversation:
 
     engram: the memory to answer with, as the gateway's field `treadle.engram`; None: what the model's name or the key says
     engram_option: where the asker chose it, for errors
+    prefix: the long prefix to answer behind, as the gateway's field `treadle.prefix`; None: none
     """
 
     client: OpenAI
@@ -55,6 +56,7 @@ class Conversation:
     temperature: float | None = None
     engram: str | None = None
     engram_option: str = "--engram"
+    prefix: str | None = None
     _turns: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, question: str, on_text: Callable[[str], None]) -> Answer:
@@ -81,7 +83,8 @@ class Conversation:
     def _stream(self, on_text: Callable[[str], None]) -> Answer:
         started, first, pieces, last = time.monotonic(), None, [], _Last()
         messages: list[Any] = [{"role": "system", "content": self.system}] if self.system else []
-        memory = {"treadle": {"engram": self.engram}} if self.engram is not None else None
+        chosen = {name: value for name, value in (("engram", self.engram), ("prefix", self.prefix)) if value is not None}
+        memory = {"treadle": chosen} if chosen else None
         optional = {"max_tokens": self.max_tokens, "temperature": self.temperature, "extra_body": memory}
         try:
             stream = self.client.chat.completions.create(

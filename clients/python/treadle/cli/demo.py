@@ -1,38 +1,35 @@
 """`treadle demo`: a fabric of its own, the same prompts without and with the shipped memory, what it does to text that it has not
-learnt, where its rows came from, and nothing left behind.
+learnt, where its rows came from; then a long prefix, built, published and asked for; and nothing left behind.
 
-Owns the order of the show and what counts as failed. What is asked is in `demo_answers` and `held_out`, what is compared in
-`demo_evidence`, how it looks in `demo_report`.
+Owns the order of the show and what counts as failed in the first act. What is asked is in `demo_answers` and `held_out`, what is compared
+in `demo_evidence`, how it looks in `demo_report`; the second act is `demo_prefix`, the fabric `demo_fabric`.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle.cli import demo_answers, demo_report, jobs
-from treadle.cli.background import BackgroundFabric
+from treadle.cli import demo_answers, demo_prefix, demo_prefix_report, demo_report, jobs
 from treadle.cli.conversation import connect
 from treadle.cli.demo_answers import Pair
 from treadle.cli.demo_evidence import PoolCounters, Served, gathered, wrong_counts
+from treadle.cli.demo_fabric import demo_fabric, interruptible, record_of, temporary_home
+from treadle.cli.demo_prefix import PrefixAct
 from treadle.cli.events import Event
 from treadle.cli.fabric import POOL, WORKER
 from treadle.cli.fabric_options import DEFAULT_MODEL, FabricOptions
 from treadle.cli.gateway import get, served_model
 from treadle.cli.held_out import NO_MEMORY, Score, blocks_of, measure
 from treadle.cli.memories import GrownMemory, held_out_text, shipped_memory
-from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
+from treadle.cli.run_folder import FabricState, RunFolder
 from treadle.cli.supervisor import JobSpec, StartFailed, StopRequested, Supervisor
 from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_error, print_json, stderr, stdout
+from treadle.cli.worker_engine import WorkerEngine
 from treadle.contract.errors import InvalidArgument, NotFound
 from treadle.contract.policy import TransportChoice
 
@@ -52,11 +49,13 @@ class Show:
     """What the demo found; `failures` empty: all went well."""
 
     model: str = ""
+    engine: str = ""
     memory: GrownMemory | None = None
     pairs: list[Pair] = field(default_factory=list)
     scores: dict[str, Score] = field(default_factory=dict)
     served: dict[str, Served] = field(default_factory=dict)
     counted: PoolCounters | None = None
+    prefix: PrefixAct = field(default_factory=PrefixAct)
     processes: dict[str, int] = field(default_factory=dict)
     bench: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -65,13 +64,13 @@ class Show:
         """What `demo --json` prints."""
         memory, scores = self.memory, self.scores
         return {
-            "ok": not self.failures, "model": self.model,
+            "ok": not self.failures, "model": self.model, "engine": self.engine,
             "memory": memory and {"name": memory.name, "version": memory.model.version, "card": memory.card},
             "answers": [pair.document() for pair in self.pairs],
             "perplexity": {variant: score.document() for variant, score in zip(("without", "with", "shuffled"), scores.values(), strict=False)},
             "served": [one.document() for one in self.served.values()],
             "pool_counted": self.counted and {"rows_sent": self.counted.rows_sent, "weights_bytes": self.counted.weights_bytes},
-            "processes": self.processes,
+            "prefix": self.prefix.document(), "processes": self.processes,
             "bench": self.bench, "failures": self.failures,
         }  # fmt: skip
 
@@ -86,32 +85,39 @@ def demo(
             help=f"Tokens of held-out text to measure on. Shuffled rows are expected within {SHUFFLED_BAND} of none.",
         ),
     ] = HELD_OUT_TOKENS,
+    engine: Annotated[
+        WorkerEngine, typer.Option(help="What runs the model. vllm: needs the environment that `make vllm-env` makes.")
+    ] = WorkerEngine.EMBEDDED,
+    worker_command: Annotated[str, typer.Option(help="What starts the worker; default: as the engine needs it.")] = "",
     bench: Annotated[
         bool, typer.Option(help="Also compare tokens/s with a large random table: without, local, mapped, rpc.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document at the end.")] = False,
 ) -> None:
-    """Show what the shipped memory does to answers and to held-out text.
+    """Show what the shipped memory does to answers and to held-out text, and what a long prefix costs as attention states.
 
-    The same prompts and the same text without it, with it, and with its rows in each other's places; then where the rows came from.
-    A figure that is not as expected is an error.
+    The same prompts and the same text without the memory, with it, and with its rows in each other's places; then where the rows came
+    from. Then a text is built into a dictionary and published, and questions are answered with the text in their prompt, with neither, and
+    behind the dictionary. A figure that is not as expected is an error.
     """
     show = Show()
     try:
-        with _interruptible(), _temporary_home(show) as home, StepView() as view:
+        with interruptible(), temporary_home(show.failures) as home, StepView() as view:
             folder, served_as = _model(model, home, view)
             show.memory = _memory(Path(folder))
             shuffled = _shuffle(show.memory, home)
             options = FabricOptions(
                 model=folder, served_as=served_as, memories=(str(home / shuffled.name),), engram_transport=engram_transport, gateway_port=0,
-                port_base=0,
+                port_base=0, engine=engine, worker_command=worker_command,
             )  # fmt: skip
-            with _fabric(options, home, view, show) as state:
+            with demo_fabric(options, home, view, show.failures) as state:
                 view.rest()
                 before = _pool_counters(state)
                 _answers(state, show, quiet=as_json)
                 _perplexities(state, show, shuffled.name, tokens, view, quiet=as_json)
                 _evidence(state, before, show, shuffled, engram_transport, quiet=as_json)
+                _engine(state, show, engine, quiet=as_json)
+                _prefix(state, home, show, view, quiet=as_json)
                 _processes(state, RunFolder(home), show, quiet=as_json)
                 if bench:
                     _bench(state, home, view, show, quiet=as_json)
@@ -157,36 +163,6 @@ def _shuffle(memory: GrownMemory, home: Path) -> EngramModel:
     return write_shuffled(memory.folder, home / name, name=name)
 
 
-@contextmanager
-def _fabric(options: FabricOptions, home: Path, view: StepView, show: Show) -> Iterator[FabricState]:
-    """The fabric, up; afterwards drained, and that nothing is left of it is checked."""
-    background = BackgroundFabric(options, RunFolder(home), tether=True)
-    state = None
-    try:
-        state = background.wait_up(view)
-        yield state
-    finally:
-        code = background.stop()
-        if code:
-            show.failures.append(f"the fabric ended with exit code {code}")
-        if state is not None:
-            left = _left_behind(state)
-            show.failures += left
-            if not left:
-                stderr().print("the fabric is down; no process and nothing in shared memory is left")
-
-
-def _left_behind(state: FabricState) -> list[str]:
-    left = [
-        f"{record.service} still runs (pid {record.process.pid})"
-        for record in state.services
-        if record.process and record.process.alive()
-    ]
-    if Path(state.segment_dir).exists():
-        left.append(f"{state.segment_dir} is still there")
-    return left
-
-
 def _answers(state: FabricState, show: Show, quiet: bool) -> None:
     assert show.memory is not None
     show.model = served_model(state.gateway_url)
@@ -210,7 +186,7 @@ def _perplexities(state: FabricState, show: Show, shuffled: str, tokens: int, vi
     def tick(done: int, of: int) -> None:
         view(Event("progress", "held-out text", f"block {done} of {of}"))
 
-    with Fabric(worker=_record(state, WORKER).listen) as sdk:
+    with Fabric(worker=record_of(state, WORKER).listen) as sdk:
         show.scores = measure(sdk.worker, blocks, (NO_MEMORY, show.memory.name, shuffled), tick)
     view.rest()
     without, informed, wrong_rows = show.scores.values()
@@ -231,7 +207,7 @@ def _perplexities(state: FabricState, show: Show, shuffled: str, tokens: int, vi
 def _pool_counters(state: FabricState) -> PoolCounters:
     from treadle.client import Fabric
 
-    pool = _record(state, POOL)
+    pool = record_of(state, POOL)
     with Fabric(engram=pool.listen) as sdk:
         return PoolCounters.of(sdk.engram.list_models(), get(f"http://{pool.metrics}/metrics").decode())
 
@@ -243,7 +219,7 @@ def _evidence(
     from treadle.client import Fabric
 
     assert show.memory is not None
-    with Fabric(engram=_record(state, POOL).listen, worker=_record(state, WORKER).listen) as sdk:
+    with Fabric(engram=record_of(state, POOL).listen, worker=record_of(state, WORKER).listen) as sdk:
         show.served = gathered(show.pairs, show.scores, sdk.worker.status(), sdk.engram.list_models(), before)
     show.counted = _pool_counters(state).since(before)
     for model in (show.memory.model, shuffled):
@@ -254,11 +230,43 @@ def _evidence(
         stdout().print(demo_report.counted_words(show.counted), style="dim")
 
 
+def _engine(state: FabricState, show: Show, asked: WorkerEngine, quiet: bool) -> None:
+    """The worker itself says what runs its model."""
+    from treadle.client import Fabric
+
+    with Fabric(worker=record_of(state, WORKER).listen) as sdk:
+        status = sdk.worker.status()
+    show.engine = f"{status.engine} {status.engine_version}, {status.dtype}"
+    if status.engine != asked:
+        show.failures.append(f"the worker runs the engine {status.engine or 'that it does not name'}, {asked} was asked for")
+    if not quiet:
+        stdout().print(f"the model ran on the engine {show.engine}", style="dim")
+
+
+def _prefix(state: FabricState, home: Path, show: Show, view: StepView, quiet: bool) -> None:
+    """The second act. Where it cannot be built or published, that is a failure and the rest goes on."""
+    act = show.prefix
+    try:
+        demo_prefix.build(act, state, home, view)
+    except StartFailed as error:
+        show.failures.append(str(error))
+        return
+    if not quiet:
+        stdout().print(demo_prefix_report.built_view(act))
+    for asked in demo_prefix.ask(act, state, show.model):
+        if not quiet:
+            stdout().print(demo_prefix_report.asked_view(asked))
+    show.failures += [*demo_prefix.score(act, state), *act.wrong()]
+    if not quiet:
+        stdout().print(demo_prefix_report.figures_table(act))
+        stdout().print(demo_prefix_report.origin_words(act), style="dim", markup=False)
+
+
 def _processes(state: FabricState, folder: RunFolder, show: Show, quiet: bool) -> None:
     """The same process of each service has to have done all of it."""
     now = folder.read() or state
     for before in state.services:
-        after = _record(now, before.service)
+        after = record_of(now, before.service)
         show.processes[before.service] = after.process.pid if after.process else 0
         if after.restarts or after.process != before.process:
             show.failures.append(f"{before.service} was started again in between; `treadle logs {before.service}` says why")
@@ -270,7 +278,7 @@ def _bench(state: FabricState, home: Path, view: StepView, show: Show, quiet: bo
     """The comparison of tokens/s with the speed profile's table, in a process of its own against the demo's pool."""
     argv = (
         *jobs.python_module("treadle.cli"), "bench", "chat", "--quick", "--json",
-        "--pool", _record(state, POOL).listen, "--model-dir", state.model_dir,
+        "--pool", record_of(state, POOL).listen, "--model-dir", state.model_dir,
     )  # fmt: skip
     supervisor = Supervisor(RunFolder(home).logs, view)
     try:
@@ -287,38 +295,3 @@ def _bench(state: FabricState, home: Path, view: StepView, show: Show, quiet: bo
     elif not quiet:
         stdout().print(demo_report.bench_table(show.bench))
         stdout().print("\n".join(demo_report.bench_goals(show.bench)), style="dim", markup=False)
-
-
-@contextmanager
-def _temporary_home(show: Show) -> Iterator[Path]:
-    """A home for this run alone; kept for its logs if something failed."""
-    home = Path(tempfile.mkdtemp(prefix="treadle-demo-"))
-    kept = True
-    try:
-        yield home
-        kept = bool(show.failures)
-    except (KeyboardInterrupt, StopRequested):
-        kept = False
-        raise
-    finally:
-        if kept:
-            stderr().print(f"logs are kept in {home / 'run' / 'logs'}", soft_wrap=True)
-        else:
-            shutil.rmtree(home, ignore_errors=True)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM drains as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _record(state: FabricState, service: str) -> ServiceRecord:
-    record = state.service(service)
-    if record is None:
-        raise StartFailed(f"the fabric has no {service}")
-    return record

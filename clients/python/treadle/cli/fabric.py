@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,22 +26,38 @@ from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
 from treadle.cli.service_log import ServiceLog
 from treadle.cli.supervisor import GaveUp, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
 from treadle.cli.terminal import size_text
+from treadle.cli.worker_engine import WorkerEngine, worker_command
 from treadle.contract.errors import InvalidArgument, NotFound, TreadleError, Unavailable
 from treadle.contract.policy import TransportChoice
 
 SUPERVISOR = "supervisor"  # name of its log
-POOL, WORKER, GATEWAY = "engram-pool", "inference-worker", "inference-gateway"
-MODULES = {POOL: "engram_pool", WORKER: "inference_worker", GATEWAY: "inference_gateway"}
-DRAIN_ORDER = (GATEWAY, WORKER, POOL)  # nobody loses what it still calls
+POOL, STORE, WORKER, GATEWAY = "engram-pool", "asm-store", "inference-worker", "inference-gateway"
+MODULES = {POOL: "engram_pool", STORE: "asm_store", WORKER: "inference_worker", GATEWAY: "inference_gateway"}
+VLLM_READY_FACTOR = 5  # it imports, starts two more processes and has its answers checked
 SERVICE_DRAIN_SECONDS = 10.0  # what a service gives its calls; the supervisor waits longer (DRAIN_SECONDS)
-PORT_OFFSETS = {POOL: (1, 11), WORKER: (4, 14)}  # on PORT_BASE: the ports that each service has by itself
+DRAIN_FLAGS = ("--drain-seconds", f"{SERVICE_DRAIN_SECONDS:g}")
+PORT_OFFSETS = {POOL: (1, 11), STORE: (2, 12), WORKER: (4, 14)}  # on PORT_BASE: the ports that each service has by itself
 MEMORY = "memory"  # who speaks of memories among the events
 
 
-def check_installed(engram: bool) -> None:
+def worker_names(count: int) -> tuple[str, ...]:
+    """Names of so many workers: the first has the service's own."""
+    return (WORKER, *(f"{WORKER}-{number}" for number in range(2, count + 1)))
+
+
+def kind_of(name: str) -> str:
+    """Which service one of that name is: the worker, for all workers."""
+    return WORKER if name.startswith(f"{WORKER}-") else name
+
+
+def services_of(options: FabricOptions) -> list[str]:
+    """The kinds of services that a fabric has, in the order in which they come."""
+    return [name for name in MODULES if (name != POOL or options.engram) and (name != STORE or options.asm)]
+
+
+def check_installed(options: FabricOptions) -> None:
     """NotFound, saying what to install, if a service that is needed is not there."""
-    needed = [name for name in MODULES if engram or name != POOL]
-    missing = [name for name in needed if importlib.util.find_spec(MODULES[name]) is None]
+    missing = [name for name in services_of(options) if importlib.util.find_spec(MODULES[name]) is None]
     if missing:
         raise NotFound(f"not installed: {', '.join(missing)}; pip install 'treadle[fabric]'")
 
@@ -79,7 +95,8 @@ class FabricRun:
         drain is done in every case; before it, what went wrong is in the supervisor's log and in the run folder.
         """
         try:
-            check_installed(self.options.engram)
+            check_installed(self.options)
+            self._worker_command()  # refused before anything is started
             with self.folder.lock(), claimed(self._segments) as freed, self._supervisor.signals():
                 try:
                     on_locked()
@@ -119,7 +136,7 @@ class FabricRun:
             advice = "choose another with --gateway-port (0: a free one)"
             check_port_free(GATEWAY, options.host, options.gateway_port, advice)
         for service, offsets in PORT_OFFSETS.items():
-            if options.port_base and (options.engram or service != POOL):
+            if options.port_base and service in services_of(options):
                 for offset in offsets:
                     advice = "choose free ports with --port-base 0, or another base"
                     check_port_free(service, "127.0.0.1", options.port_base + offset, advice)
@@ -132,11 +149,12 @@ class FabricRun:
             self._choose_memories(Path(self._model_dir))
             pool = supervisor.start(self._pool_spec()).listen
             self._load(pool)
-        worker = supervisor.start(self._worker_spec(pool)).listen
-        gateway = supervisor.start(self._gateway_spec(worker))
+        store = supervisor.start(self._store_spec()).listen if options.asm else ""
+        workers = {name: supervisor.start(self._worker_spec(name, pool, store)).listen for name in worker_names(options.workers)}
+        gateway = supervisor.start(self._gateway_spec(workers, pool))
         self._gateway_url = reachable_url(gateway.listen)
         supervisor.wait_until(GATEWAY, "its first look at the worker", self._gateway_ready, options.ready_seconds)
-        self._tell_refused(pool, worker)
+        self._tell_refused(pool, workers[WORKER])
 
     def _choose_memories(self, model_dir: Path) -> None:
         """Settle what is loaded. A named folder that does not fit is an error; the shipped memory is left out and that is told."""
@@ -191,7 +209,7 @@ class FabricRun:
     def _take_down(self) -> None:
         self._stage = "draining"
         try:
-            self._supervisor.drain(DRAIN_ORDER)
+            self._supervisor.drain((GATEWAY, *worker_names(self.options.workers), STORE, POOL))  # nobody loses what it still calls
         finally:
             self._supervisor.close()
             self.folder.forget()
@@ -212,9 +230,14 @@ class FabricRun:
             argv += ("--mooncake-listen", "127.0.0.1:0")  # a door that pools have only where they are told
         return replace(self._internal(POOL, argv), given_up=False)  # worker and gateway answer without it
 
-    def _worker_spec(self, pool: str) -> ServiceSpec:
+    def _store_spec(self) -> ServiceSpec:
+        folder = self.options.asm_dir or str(self.folder.home / "asm")  # where the service by itself keeps them too
+        argv = (*service_module(STORE), "--data-dir", folder)
+        return replace(self._internal(STORE, argv), given_up=False)  # a worker goes on with what it has mapped
+
+    def _worker_spec(self, name: str, pool: str, store: str) -> ServiceSpec:
         options = self.options
-        argv = (*service_module(WORKER), "--model", self._model_dir)
+        argv = (*self._worker_command(), *DRAIN_FLAGS, "--engine", options.engine, "--model", self._model_dir)
         argv += ("--served-model-name", self._served_as) if self._served_as else ()
         if pool:
             argv += ("--engram-pool", pool, "--engram-transport", options.engram_transport)
@@ -222,19 +245,26 @@ class FabricRun:
             argv += ("--engram-model", options.default_memory) if options.default_memory else ()
         else:
             argv += ("--engram-transport", "off")
-        return self._internal(WORKER, argv)
+        argv += ("--asm-store", store) if store else ()
+        spec = self._internal(name, argv)
+        return replace(spec, ready_seconds=VLLM_READY_FACTOR * spec.ready_seconds) if options.engine is WorkerEngine.VLLM else spec
 
-    def _gateway_spec(self, worker: str) -> ServiceSpec:
+    def _worker_command(self) -> tuple[str, ...]:
+        return worker_command(self.options.engine, self.options.worker_command, MODULES[WORKER])
+
+    def _gateway_spec(self, workers: Mapping[str, str], pool: str) -> ServiceSpec:
         options = self.options
-        argv = (*service_module(GATEWAY), "--worker", worker)
+        named = [f"{name}={address}" for name, address in workers.items()] if len(workers) > 1 else workers.values()
+        argv = (*service_module(GATEWAY), "--worker", ",".join(named))
+        argv += ("--engram-pool", pool) if pool else ()
         if options.api_key_file:
             argv += ("--api-key-file", options.api_key_file)
         listen = join_address(options.host, options.gateway_port)
         return ServiceSpec(GATEWAY, argv, listen, ready_seconds=options.ready_seconds, environment=jobs.child_environment())
 
     def _internal(self, service: str, argv: tuple[str, ...]) -> ServiceSpec:
-        base = self.options.port_base
-        listen, metrics = (f"127.0.0.1:{base + offset if base else 0}" for offset in PORT_OFFSETS[service])
+        base = self.options.port_base if service in PORT_OFFSETS else 0  # workers beyond the first take free ports
+        listen, metrics = (f"127.0.0.1:{base + offset if base else 0}" for offset in PORT_OFFSETS[kind_of(service)])
         return ServiceSpec(
             service, argv, listen, metrics, ready_seconds=self.options.ready_seconds, environment=jobs.child_environment()
         )
@@ -272,7 +302,7 @@ class FabricRun:
 
 def service_module(service: str) -> tuple[str, ...]:
     """The command of one of our services, without its own settings."""
-    return (*jobs.python_module(MODULES[service]), "--drain-seconds", f"{SERVICE_DRAIN_SECONDS:g}")
+    return (*jobs.python_module(MODULES[service]), *DRAIN_FLAGS)
 
 
 def _record_of(service: Service) -> ServiceRecord:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from treadle.cli.supervisor import READY_SECONDS
+from treadle.cli.worker_engine import WorkerEngine
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.policy import TransportChoice
 
@@ -18,6 +19,7 @@ SPEED_TABLE = "smollm2-demo"  # name of the random table of the speed profile
 NO_MEMORY = "none"
 GATEWAY_PORT = 8000
 PORT_BASE = 7400
+WORKERS_MAX = 16  # on one machine: each loads the model
 
 
 class EngramFusion(StrEnum):
@@ -48,8 +50,13 @@ class FabricOptions:
     model:          a folder, or a name that `treadle model fetch` knows
     served_as:      name under which clients ask for it; "": the name that was given, or for a folder what the worker makes of it
     engram:         False: no pool, and nothing of what follows
+    asm:            False: no store of dictionaries
+    asm_dir:        where the store keeps them, absolute; "": in the fabric's home
     memories:       folders of grown memories to load, absolute
     engram_default: memory of requests that choose none; "": none, but the table itself with the speed profile
+    engine:         of the workers
+    workers:        how many there are; they share the pool's tables, and the gateway routes among them
+    worker_command: what starts the worker, in the shell's words; "": as the engine needs it
     """
 
     model: str = DEFAULT_MODEL
@@ -65,14 +72,23 @@ class FabricOptions:
     port_base: int = PORT_BASE
     api_key_file: str = ""
     ready_seconds: float = READY_SECONDS
+    engine: WorkerEngine = WorkerEngine.EMBEDDED
+    worker_command: str = ""
+    workers: int = 1
+    asm: bool = True
+    asm_dir: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.gateway_port <= 65535 or not 0 <= self.port_base <= 65535 - 14:
             raise InvalidArgument("ports lie between 0 (a free one) and 65535")
         if not self.api_key_file and not is_loopback(self.host):
             raise InvalidArgument(f"--host {self.host} lets other machines in: give --api-key-file too")
+        if not 1 <= self.workers <= WORKERS_MAX:
+            raise InvalidArgument(f"--workers: 1 to {WORKERS_MAX}, got {self.workers}")
         if self.ready_seconds <= 0:
             raise InvalidArgument("--timeout is a positive number of seconds")
+        if not self.asm and self.asm_dir:
+            raise InvalidArgument("--no-asm starts no store: leave --asm-dir out")
         if not self.engram and (self.memories or self.engram_default not in ("", NO_MEMORY)):
             raise InvalidArgument("--no-engram starts no pool: leave --memory and --engram-default out")
 
@@ -91,7 +107,13 @@ class FabricOptions:
     def from_json(cls, text: str) -> FabricOptions:
         """The options that `to_json` wrote."""
         fields = json.loads(text)
-        for name, kind in (("engram_table", EngramTable), ("engram_transport", TransportChoice), ("engram_fusion", EngramFusion)):
+        kinds = {
+            "engram_table": EngramTable,
+            "engram_transport": TransportChoice,
+            "engram_fusion": EngramFusion,
+            "engine": WorkerEngine,
+        }
+        for name, kind in kinds.items():
             fields[name] = kind(fields[name])
         return cls(**fields | {"memories": tuple(fields["memories"])})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from treadle.contract.errors import NotFound, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 ANSWER_SECONDS = 5.0
+KEY_VARIABLE = "TREADLE_API_KEY"
+HASHED = "sha256:"  # how a line of a key file begins that holds a digest
 _EVERY_INTERFACE = ("0.0.0.0", "[::]", "::")
 
 
@@ -84,11 +87,18 @@ def get(url: str, key: str | None = None, seconds: float = ANSWER_SECONDS) -> by
 
 
 def first_key(path: str) -> str | None:
-    """The first key in a key file (one a line, with or without options behind it; # is a comment); None for no file."""
-    if not path:
-        return None
+    """The key to show: TREADLE_API_KEY, else the first in a key file (one a line, options behind it or not; # is a comment).
+
+    None for no file. Raises NotFound for a file that cannot be read, or holds digests alone, which nobody can show.
+    """
+    if KEY_VARIABLE in os.environ or not path:
+        return os.environ.get(KEY_VARIABLE) or None
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise NotFound(f"the key file {path} cannot be read: {error.strerror}") from error
-    return next((line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")), None)
+    words = [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    keys = [word for word in words if not word.startswith(HASHED)]
+    if words and not keys:
+        raise NotFound(f"{path} holds digests of keys alone: put one of the keys into {KEY_VARIABLE}")
+    return keys[0] if keys else None

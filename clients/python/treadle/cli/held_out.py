@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from treadle.client.worker import Worker
 
 BLOCK_TOKENS = 256  # short, so that a few thousand tokens come from many places of the text
@@ -56,18 +58,23 @@ class Score:
         }  # fmt: skip
 
 
-def blocks_of(text: str, tokenizer_json: Path, tokens: int) -> list[Block]:
-    """About `tokens` tokens of `text` in blocks of BLOCK_TOKENS, spread evenly over it.
-
-    Raises NotFound (no `tokenizers` package, no such file), InvalidArgument for a text shorter than that.
-    """
+def tokenizer_of(tokenizer_json: Path) -> Tokenizer:
+    """What cuts text into a model's tokens. Raises NotFound (no `tokenizers` package, no such file)."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise NotFound("the package `tokenizers` is needed for this: pip install 'treadle[fabric]'") from None
     if not tokenizer_json.is_file():
         raise NotFound(f"{tokenizer_json}: no such file; the text cannot be cut into the model's tokens")
-    ids = Tokenizer.from_file(str(tokenizer_json)).encode(text, add_special_tokens=False).ids
+    return Tokenizer.from_file(str(tokenizer_json))
+
+
+def blocks_of(text: str, tokenizer_json: Path, tokens: int) -> list[Block]:
+    """About `tokens` tokens of `text` in blocks of BLOCK_TOKENS, spread evenly over it.
+
+    Raises what `tokenizer_of` does, InvalidArgument for a text shorter than that.
+    """
+    ids = tokenizer_of(tokenizer_json).encode(text, add_special_tokens=False).ids
     wanted, there = max(1, tokens // BLOCK_TOKENS), len(ids) // BLOCK_TOKENS
     if there < wanted:
         raise InvalidArgument(f"the text has {len(ids)} tokens, {wanted * BLOCK_TOKENS} were to be measured")

@@ -1,4 +1,4 @@
-"""The one-off children of a fabric: command lines that fetch a model, load tables and memories, or take one away.
+"""The one-off children of a fabric: command lines that fetch a model, load tables and memories or take one away, build and publish a prefix.
 
 Owns these command lines and what is read from their output. Does not run them (supervisor).
 """
@@ -17,6 +17,7 @@ from treadle.cli.supervisor import JobSpec, StartFailed
 FETCH_SECONDS_MAX = 1800.0  # 93 MB over a slow line, then a conversion of about a minute on a busy machine
 LOAD_SECONDS_MAX = 600.0
 REMOVE_SECONDS_MAX = 60.0
+PREFIX_SECONDS_MAX = 900.0  # half a minute for a short text on two quiet cores
 
 
 def fetch_model(name: str) -> JobSpec:
@@ -48,6 +49,21 @@ def load_memory(pool: str, memory: GrownMemory) -> JobSpec:
 def remove_memory(pool: str, name: str) -> JobSpec:
     """Take a memory out of a pool again."""
     return _pool("memory-remove", pool, "rm", name, seconds_max=REMOVE_SECONDS_MAX)
+
+
+def build_prefix(name: str, model_dir: str, text: Path, traces: Path, out: Path, entries: int, source: str) -> JobSpec:
+    """Build a dictionary of a text and print its card."""
+    argv = (
+        *python_module("treadle.cli"), "asm", "build", "--name", name, "--model", model_dir, "--prefix", str(text), "--traces", str(traces),
+        "--out", str(out), "--entries", str(entries), "--source", source, "--json",
+    )  # fmt: skip
+    return JobSpec("asm-build", argv, PREFIX_SECONDS_MAX, child_environment())
+
+
+def publish_prefix(folder: Path, store: str) -> JobSpec:
+    """Bring a dictionary to a store and print what is kept."""
+    argv = (*python_module("treadle.cli"), "asm", "publish", str(folder), "--store", store, "--json")
+    return JobSpec("asm-publish", argv, LOAD_SECONDS_MAX, child_environment())
 
 
 def python_module(module: str) -> tuple[str, ...]:

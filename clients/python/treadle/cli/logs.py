@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from typing import Annotated
@@ -27,7 +28,7 @@ def logs(
     run_folder = RunFolder(home())
     folder = run_folder.logs
     known = sorted(path.stem for path in folder.glob("*.log"))
-    chosen = [name for name in known if service in ("", name) or name.endswith(f"-{service}")]
+    chosen = [name for name in known if service in ("", name) or re.search(rf"-{re.escape(service)}(-\d+)?$", name)]
     if not chosen:
         raise NotFound(f"no log of {service or 'any service'} in {folder}; {_told(known)}")
     width = max(map(len, chosen)) if len(chosen) > 1 else 0

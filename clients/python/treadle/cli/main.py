@@ -13,14 +13,15 @@ import typer
 
 from treadle.cli import chat, demo, logs, status, up, version
 from treadle.cli.doctor import command as doctor
-from treadle.cli.fabric import POOL
+from treadle.cli.fabric import POOL, STORE
 from treadle.cli.plan import command as plan
 from treadle.cli.plugins import KNOWN, Plugin, plugins
 from treadle.cli.run_folder import RunFolder, home
 from treadle.cli.terminal import print_error
 from treadle.contract.errors import NotFound, TreadleError
 
-POOL_VARIABLE = "TREADLE_POOL"  # what `treadle pool` takes as the pool's address
+# What the commands of services take as the address of theirs: command -> (service, environment variable).
+ADDRESSES = {"pool": (POOL, "TREADLE_POOL"), "asm": (STORE, "TREADLE_ASM_STORE")}
 OWN: dict[str, Callable[..., None]] = {
     "up": up.up, "down": up.down, "status": status.status, "logs": logs.logs, "chat": chat.chat, "demo": demo.demo,
     "doctor": doctor.doctor, "plan": plan.plan, "version": version.version,
@@ -34,7 +35,7 @@ def build_app(wanted: str | None, found: Mapping[str, Plugin]) -> typer.Typer:
     """
     app = typer.Typer(
         name="treadle", no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
-        help="A memory fabric for LLM inference: pool, worker and gateway on this machine, and what they know.",
+        help="A memory fabric for LLM inference: pool, store, worker and gateway on this machine, and what they know.",
     )  # fmt: skip
     for name, function in OWN.items():
         app.command(name)(function)
@@ -53,20 +54,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = list(sys.argv[1:] if argv is None else argv)
     wanted = next((arg for arg in args if not arg.startswith("-")), None)
     try:
-        if wanted == "pool":
-            _point_at_fabric()
+        if wanted in ADDRESSES:
+            _point_at_fabric(*ADDRESSES[wanted])
         build_app(wanted, plugins())(args=args, prog_name="treadle")
     except TreadleError as error:
         print_error(str(error))
         sys.exit(1)
 
 
-def _point_at_fabric() -> None:
-    """Let `treadle pool …` find the pool of this machine's `treadle up`, unless somebody names another."""
+def _point_at_fabric(service: str, variable: str) -> None:
+    """Let a service's commands find that of this machine's `treadle up`, unless somebody names another."""
     state = RunFolder(home()).read()
-    record = state.service(POOL) if state is not None else None
+    record = state.service(service) if state is not None else None
     if record is not None and record.listen:
-        os.environ.setdefault(POOL_VARIABLE, record.listen)
+        os.environ.setdefault(variable, record.listen)
 
 
 def _not_called() -> None:

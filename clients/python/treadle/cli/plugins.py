@@ -26,7 +26,9 @@ class Known:
 KNOWN = {
     "pool": Known("treadle-engram-pool", "Load, list, verify, push, pull and remove tables of a pool."),
     "engram": Known("treadle-engram-pool", "Grow a memory for a model from your own text, and measure it."),
+    "asm": Known("treadle-asm-store", "Build, publish and serve long prefixes as dictionaries."),
     "model": Known("treadle-inference-worker", "Language models on this machine."),
+    "key": Known("treadle-inference-gateway", "Make keys for a gateway, and keep their digests in its key file."),
     "bench": Known("treadle-bench", "Measure this machine, and what a memory gains."),
 }
 

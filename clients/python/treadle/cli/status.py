@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from treadle.cli.fabric import GATEWAY, POOL, WORKER
-from treadle.cli.gateway import first_key, get
+from treadle.cli.fabric import GATEWAY, POOL, STORE, WORKER, kind_of
+from treadle.cli.gateway import get
 from treadle.cli.logs import failure_lines
 from treadle.cli.run_folder import FabricState, Failure, RunFolder, ServiceRecord, home
 from treadle.cli.terminal import print_json, size_text, stdout
@@ -66,8 +66,9 @@ def service_status(record: ServiceRecord, state: FabricState) -> ServiceStatus:
     ready, figures, note = False, {}, _NOTES_OF_STAGE.get(record.stage, "")
     if alive and record.stage == "ready":
         try:
-            figures = _ASK[record.service](record, state)
-            ready, note = not figures.get("draining", False), _NOTES[record.service](figures)
+            kind = kind_of(record.service)
+            figures = _ASK[kind](record, state)
+            ready, note = not figures.get("draining", False), _NOTES[kind](figures)
         except TreadleError as error:
             note = str(error)
     pid = record.process.pid if record.process else None
@@ -88,12 +89,28 @@ def _ask_pool(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _ask_store(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
+    from treadle.client import Fabric
+
+    with Fabric(asm=record.listen, timeout_seconds=ASK_SECONDS) as fabric:
+        store, kept = fabric.asm.status(), fabric.asm.list()
+    return {
+        "file_bytes": store.file_bytes, "file_bytes_max": store.file_bytes_max, "draining": store.draining,
+        "lookups": store.lookups, "evictions": store.evictions, "replica": store.replica, "replicas": list(store.replicas),
+        "dictionaries": [
+            {"name": one.name, "version": one.version, "current": one.current, "bytes": one.file_bytes, "readers": one.readers}
+            for one in kept
+        ],
+    }  # fmt: skip
+
+
 def _ask_worker(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
     from treadle.client import Fabric
 
     with Fabric(worker=record.listen, timeout_seconds=ASK_SECONDS) as fabric:
         worker = fabric.worker.status()
     return {
+        "engine": worker.engine, "engine_version": worker.engine_version, "dtype": worker.dtype,
         "model": worker.model, "requests_running": worker.requests_running, "requests_waiting": worker.requests_waiting,
         "steps": worker.steps, "prompt_tokens": worker.prompt_tokens, "completion_tokens": worker.completion_tokens,
         "cached_tokens": worker.cached_tokens, "engram_model": worker.engram_model, "engram_transport": worker.engram_transport,
@@ -105,11 +122,16 @@ def _ask_worker(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
              "transport": m.transport, "fused": m.fused, "refusal": m.refusal}
             for m in worker.engram_models
         ],
+        "prefixes": [
+            {"name": p.name, "version": p.version, "prefix_tokens": p.prefix_tokens, "open": p.open, "requests": p.requests,
+             "mapped_bytes": p.mapped_bytes, "refusal": p.refusal, "fallbacks": p.fallbacks}
+            for p in worker.prefixes
+        ],
     }  # fmt: skip
 
 
 def _ask_gateway(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
-    body = get(f"{state.gateway_url}/ready", first_key(state.api_key_file), ASK_SECONDS)
+    body = get(f"{state.gateway_url}/ready", seconds=ASK_SECONDS)
     try:
         answer = json.loads(body)
     except ValueError:
@@ -127,8 +149,19 @@ def pool_note(figures: dict[str, Any]) -> str:
     return f"{what}: {size_text(sum(model['bytes'] for model in models))}, {figures['page_bytes'] >> 10} KiB pages"
 
 
+def store_note(figures: dict[str, Any]) -> str:
+    """What a store keeps, from its figures."""
+    kept = figures["dictionaries"]
+    names = sorted({str(one["name"]) for one in kept})
+    what = ", ".join(names) or "no dictionaries"
+    if len(kept) > len(names):
+        what += f" ({len(names)} {'name' if len(names) == 1 else 'names'}, {len(kept)} versions)"
+    return f"{what}: {size_text(figures['file_bytes'])} of {size_text(figures['file_bytes_max'])}"
+
+
 def _worker_note(figures: dict[str, Any]) -> str:
-    load = f"{figures['model']}: {figures['requests_running']} running, {figures['requests_waiting']} waiting"
+    engine = " ".join(filter(None, (figures["engine"], figures["engine_version"], figures["dtype"])))
+    load = f"{figures['model']} on {engine}: {figures['requests_running']} running, {figures['requests_waiting']} waiting"
     load += f", {figures['completion_tokens']} tokens made"
     if not figures["engram_model"]:
         return load
@@ -136,9 +169,11 @@ def _worker_note(figures: dict[str, Any]) -> str:
 
 
 _ASK: dict[str, Callable[[ServiceRecord, FabricState], dict[str, Any]]] = {
-    POOL: _ask_pool, WORKER: _ask_worker, GATEWAY: _ask_gateway,
+    POOL: _ask_pool, STORE: _ask_store, WORKER: _ask_worker, GATEWAY: _ask_gateway,
 }  # fmt: skip
-_NOTES: dict[str, Callable[[dict[str, Any]], str]] = {POOL: pool_note, WORKER: _worker_note, GATEWAY: lambda figures: "ready"}
+_NOTES: dict[str, Callable[[dict[str, Any]], str]] = {
+    POOL: pool_note, STORE: store_note, WORKER: _worker_note, GATEWAY: lambda figures: "ready",
+}  # fmt: skip
 
 
 def _document(state: FabricState | None, services: list[ServiceStatus], ready: bool) -> dict[str, Any]:
@@ -161,12 +196,19 @@ def _print(state: FabricState | None, services: list[ServiceStatus], failure: Fa
     )
     if services:
         console.print(_table(services))
-    memories = [memory for service in services for memory in service.figures.get("memories", ())]
+    # Of the first worker alone: the others read the same pool, and what they count stands in their own notes.
+    worker: dict[str, Any] = next((service.figures for service in services if "memories" in service.figures), {})
+    memories, prefixes = worker.get("memories", []), worker.get("prefixes", [])
     if named := [memory for memory in memories if memory["model"]]:
         console.print(memory_table(named))
+    if prefixes:
+        console.print(prefix_table(prefixes))
     for memory in memories:
         if memory["refusal"]:
             console.print(f"{memory['model'] or 'memories'}: {memory['refusal']}", markup=False)
+    for prefix in prefixes:
+        if prefix["refusal"]:
+            console.print(f"{prefix['name'] or 'prefixes'}: {prefix['refusal']}", markup=False)
     for service in services:
         if service.note:
             console.print(f"{service.service}: {service.note}", markup=False)
@@ -204,6 +246,25 @@ def memory_table(memories: Sequence[dict[str, Any]]) -> Table:
         table.add_row(
             memory["model"] + (" (default)" if memory["default"] else ""), memory["version"][:VERSION_DIGITS_SHOWN], state,
             f"{memory['requests']:,}", f"{memory['tokens']:,}", rows,
+        )  # fmt: skip
+    return table
+
+
+def prefix_table(prefixes: Sequence[dict[str, Any]]) -> Table:
+    """The long prefixes that requests can choose, a line for each dictionary."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("prefix", min_width=MEMORY_COLUMNS_MIN, overflow="fold")
+    numbers = ("requests", "tokens", "mapped", "fallbacks")
+    for column in ("version", "state", *numbers):
+        table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+    for prefix in prefixes:
+        state = "refused" if prefix["refusal"] else "open" if prefix["open"] else "closed"
+        table.add_row(
+            prefix["name"], prefix["version"][:VERSION_DIGITS_SHOWN], state, f"{prefix['requests']:,}", f"{prefix['prefix_tokens']:,}",
+            size_text(prefix["mapped_bytes"]), f"{prefix['fallbacks']:,}",
         )  # fmt: skip
     return table
 

@@ -31,10 +31,11 @@ from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
 from treadle.cli.segments import sweep_abandoned
 from treadle.cli.supervisor import DRAIN_SECONDS, READY_SECONDS, StopRequested
 from treadle.cli.terminal import EXIT_INTERRUPTED, StepView, print_json, size_text, stderr, stdout
+from treadle.cli.worker_engine import WorkerEngine
 from treadle.contract.errors import Unavailable
 from treadle.contract.policy import TransportChoice
 
-DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # three services one after another, then files and locks
+DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # of four services at most three take their time, one after another; then files and locks
 MEMORIES_TOLD_MAX = 8  # in one line
 KILL_SECONDS = 5.0  # the kernel needs milliseconds, unless a disk hangs
 
@@ -61,6 +62,18 @@ def up(
         EngramFusion,
         typer.Option(help="on: add the rows' part. shadow: compute all, add nothing. auto: on for memories that were grown."),
     ] = EngramFusion.AUTO,
+    asm: Annotated[bool, typer.Option(help="Start a store of dictionaries, the long prefixes that requests can choose.")] = True,
+    asm_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the store keeps them; default: asm in $TREADLE_HOME, else in ~/.cache/treadle.", file_okay=False),
+    ] = None,
+    engine: Annotated[
+        WorkerEngine, typer.Option(help="What runs the model. vllm: needs the environment that `make vllm-env` makes.")
+    ] = WorkerEngine.EMBEDDED,
+    worker_command: Annotated[
+        str, typer.Option(help="What starts the worker, e.g. 'PYTHON -m inference_worker'; default: as the engine needs it.")
+    ] = "",
+    workers: Annotated[int, typer.Option(help="How many workers; each loads the model, all read the one pool.")] = 1,
     served_model_name: Annotated[
         str, typer.Option(help="Name under which clients ask for the model; default: the model's own.")
     ] = "",
@@ -70,18 +83,22 @@ def up(
     api_key_file: Annotated[
         Path | None, typer.Option(help="File with keys that the gateway accepts, one a line.", exists=True)
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Longest wait for one service to be ready, seconds.")] = READY_SECONDS,
+    timeout: Annotated[
+        float, typer.Option(help="Longest wait for one service to be ready, seconds; five times that for vllm.")
+    ] = READY_SECONDS,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document once it is up.")] = False,
 ) -> None:
-    """Bring up pool, worker and gateway on this machine, and keep them up."""
+    """Bring up pool, store, worker and gateway on this machine, and keep them up."""
     options = FabricOptions(
         model=model, served_as=served_model_name, engram=engram, engram_table=engram_table,
         memories=tuple(str(folder.absolute()) for folder in memory or ()), engram_default=engram_default,
         engram_transport=engram_transport, engram_fusion=engram_fusion, host=host, gateway_port=gateway_port, port_base=port_base,
-        ready_seconds=timeout,
+        ready_seconds=timeout, engine=engine, worker_command=worker_command, workers=workers,
         api_key_file=str(api_key_file.absolute()) if api_key_file else "",
+        asm=asm, asm_dir=str(asm_dir.absolute()) if asm_dir else "",
     )  # fmt: skip
     folder = RunFolder(home())
+    first_key(options.api_key_file)  # it asks its gateway what it serves: with no key to show, say so before anything starts
     try:
         with StepView() as view:
             if detach:

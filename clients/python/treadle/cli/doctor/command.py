@@ -16,7 +16,7 @@ from treadle.cli.terminal import print_json, stdout
 CHECKS: tuple[Callable[[Host], Finding | list[Finding]], ...] = (
     processor.cpu, processor.numa, memory.memory, memory.huge_anonymous, memory.huge_shared, memory.huge_mounts, memory.hugetlb,
     memory.shared_memory, memory.limits, devices.dax, devices.cxl, devices.rdma, devices.gpu, software.compiler, software.loops,
-    software.packages, software.mooncake, running.doors,
+    software.packages, software.mooncake, running.doors, running.dictionaries, running.dictionary_cache,
 )  # fmt: skip
 MARKS = {Level.OK: "[green]✓[/]", Level.INFO: "[cyan]·[/]", Level.WARN: "[yellow]![/]"}
 
