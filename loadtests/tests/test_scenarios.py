@@ -77,6 +77,19 @@ def test_versions_are_swapped_and_every_row_is_right() -> None:
 
 
 @pytest.mark.slow
+def test_dictionaries_are_swapped_and_every_request_keeps_its_version() -> None:
+    seen = play("prefix_swap", "seconds=30, lookups=300, swaps=4, version_bytes=2 << 20, pause_seconds=0.1")
+    counts = seen["counts"]
+    assert counts["swaps"] >= 4  # the first version comes back after it was deleted
+    assert counts["lookups_mapped"] > 0
+    assert counts["lookups_rpc"] > 0
+    assert counts["files_deleted_while_read"] > 0
+    assert (counts["wrong_after_delete"], counts["wrong_states"], counts["failed"], counts["open_failed"]) == (0, 0, 0, 0), seen[
+        "reasons"
+    ]
+
+
+@pytest.mark.slow
 def test_whoever_is_killed_every_row_is_right_and_no_request_fails() -> None:
     seen = play("chaos", "kills=4, seconds=60, swap_every=3, socket_clients=1")
     counts = seen["counts"]

@@ -10,10 +10,10 @@ import numpy as np
 
 FIELDS = (
     "gathers", "rows", "wrong_rows", "failed", "late", "opens", "open_failed", "swaps", "slowest_call_us", "slowest_open_us",
-    "starts", "last_seen_ms", "version_head",
+    "starts", "last_seen_ms", "version_head", "oldest_head",
 )  # fmt: skip
 LARGEST = frozenset(
-    {"slowest_call_us", "slowest_open_us", "last_seen_ms", "version_head"}
+    {"slowest_call_us", "slowest_open_us", "last_seen_ms", "version_head", "oldest_head"}
 )  # of several clients the largest counts, not the sum
 REASON_BYTES_MAX = 64 << 10  # of what went wrong, in words
 
@@ -44,9 +44,10 @@ class Counters:
         """Forget what was the largest so far."""
         self._values[FIELDS.index(field)] = 0
 
-    def use(self, version: str) -> None:
-        """Remember which version is read now."""
+    def use(self, version: str, oldest: str = "") -> None:
+        """Remember which version is read now, and which is the oldest that still is, where there may be several."""
         self._values[FIELDS.index("version_head")] = version_head(version)
+        self._values[FIELDS.index("oldest_head")] = version_head(oldest or version)
 
     def read(self) -> dict[str, int]:
         """All of them, now."""

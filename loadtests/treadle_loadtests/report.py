@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from treadle_bench.report import Goal, Row, machine
+from treadle_bench.report import Goal, Row, command_line, machine
 
 REASONS_SHOWN = 8
 
@@ -27,6 +27,7 @@ class Report:
     times:  by name, seconds of each time that something was measured
     reasons: of what went wrong, in words
     caveat: what of this machine may be why a goal was missed, stands beside each that was
+    notes:  what else a reader must know
     """
 
     title: str
@@ -36,6 +37,7 @@ class Report:
     goals: list[Goal] = field(default_factory=list)
     reasons: Sequence[str] = ()
     caveat: str = ""
+    notes: list[str] = field(default_factory=list)
 
     @property
     def met(self) -> bool:
@@ -54,18 +56,18 @@ class Report:
         """As JSON values, in the shape of the benchmarks'."""
         fields = ("name", "params", "unit", "median", "p99", "n", "baseline", "ratio", "ratio_ci95")
         return {
-            "command": " ".join(["treadle", *sys.argv[1:]]), "machine": machine(), "versions": {"python": platform.python_version()},
+            "command": command_line(), "machine": machine(), "versions": {"python": platform.python_version()},
             "params": dict(self.params), "counts": self.counts,
             "rows": [{name: getattr(row, name) for name in fields} | {"max": max(self.times[row.name])} for row in self.rows()],
             "goals": [{"text": g.text, "value": g.value, "limit": g.limit, "met": g.met} for g in self.goals],
-            "reasons": list(self.reasons[:REASONS_SHOWN]), "caveat": self.caveat,
+            "reasons": list(self.reasons[:REASONS_SHOWN]), "caveat": self.caveat, "notes": self.notes,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
         """For people."""
         about = machine()
         lines = [f"{self.title}: {about['cpu']}, {about['cores']} cores, kernel {about['kernel']}"]
-        lines += [f"$ treadle {' '.join(sys.argv[1:])}", ""]
+        lines += [f"$ {command_line()}", ""]
         lines += [f"{name.replace('_', ' '):<28}{count:>14,}" for name, count in self.counts.items()]
         for row in self.rows():
             longest = max(self.times[row.name])
@@ -77,6 +79,7 @@ class Report:
             lines.append(f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {sign} {goal.limit:g})")
             if self.caveat and not goal.met:
                 lines[-1] += f"; {self.caveat}"
+        lines += ["", *self.notes] if self.notes else []
         lines += ["", *self.reasons[:REASONS_SHOWN]] if self.reasons else []
         return lines
 

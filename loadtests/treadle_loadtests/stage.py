@@ -38,10 +38,13 @@ class ScenarioFailed(Exception):
 
 @dataclass(slots=True)
 class Stage:
-    """Processes by name. `folder` is in shared memory and goes at the end, with all that is in it."""
+    """Processes by name. `folder` is in shared memory and goes at the end, with all that is in it.
 
-    prime_base: int
-    seeds: tuple[int, ...]
+    prime_base, seeds: of the tables, in scenarios with pools
+    """
+
+    prime_base: int = 0
+    seeds: tuple[int, ...] = ()
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="treadle-loadtest-", dir="/dev/shm")))
     pools: dict[str, str] = field(default_factory=dict)
     clients: dict[str, Counters] = field(default_factory=dict)
@@ -63,7 +66,7 @@ class Stage:
         )  # fmt: skip
         return ServiceSpec(
             name, argv, listen=self.pools[name], metrics="127.0.0.1:0", ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS,
-            given_up=False, environment=_environment(),
+            given_up=False, environment=child_environment(),
         )  # fmt: skip
 
     def client_spec(self, number: int, engram: str, transport: str, tokens: int, rest_seconds: float = 0.0) -> ServiceSpec:
@@ -73,7 +76,12 @@ class Stage:
         task = Task(engram, transport, self.seeds, self.prime_base, tokens, number, str(self.clients[name].path), rest_seconds)
         argv = (sys.executable, "-m", "treadle_loadtests.checking", task.to_json())
         return ServiceSpec(
-            name, argv, ready_seconds=POOL_READY_SECONDS, drain_seconds=STOP_SECONDS, given_up=False, environment=_environment()
+            name,
+            argv,
+            ready_seconds=POOL_READY_SECONDS,
+            drain_seconds=STOP_SECONDS,
+            given_up=False,
+            environment=child_environment(),
         )
 
     # -- while it runs --------------------------------------------------------------------------------------------------------
@@ -171,7 +179,7 @@ class Stage:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Ours, but that sources are compiled once: an installed service does not compile them at every start either."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
