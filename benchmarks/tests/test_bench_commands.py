@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -43,3 +44,11 @@ def test_a_quick_run_is_not_judged_and_a_strict_one_is(monkeypatch: pytest.Monke
     done = CliRunner().invoke(app, ["hash", *flags])
     assert done.exit_code == exit_code, done.output
     assert ("MISSED" in done.output) == ("--quick" not in flags)
+
+
+def test_the_figures_of_a_gpu_are_not_made_up_where_there_is_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    answer = CliRunner().invoke(app, ["cuda"])
+    assert answer.exit_code == 2
+    assert "not run" in answer.output

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from treadle_bench.report import Goal, document, interleave, paired_ratio, rows_of, show
+from treadle_bench.report import ROOT, Goal, command_line, document, interleave, paired_ratio, rows_of, show
 
 
 def test_every_round_calls_every_variant_once() -> None:
@@ -53,3 +53,9 @@ def test_a_missed_goal_is_printed_and_a_quick_run_is_not_judged(capsys: pytest.C
     assert printed["goals"] == []
     assert printed["quick"] is True
     assert document(rows, goals)["goals"][0]["met"] is False
+
+
+def test_a_command_is_told_without_the_folders_of_one_machine() -> None:
+    asked = ["loadtest", "--data", "/a/b/traces", f"--save={ROOT}/loadtests/results", str(ROOT), "--model", "c/d", "--rate=3"]
+    told = "treadle loadtest --data FOLDER/traces --save=loadtests/results . --model c/d --rate=3"
+    assert command_line(asked) == told

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.contract import Deadline, TreadleError, Windows
+from treadle.contract import Deadline, NotFound, TreadleError, Windows
 from treadle.contract.families import deepseek_v41_model
 from treadle.dataplane import DeadlineQueue
 from treadle.dataplane.disk import DiskReaders, disk_rows
 from treadle.dataplane.hot_rows import HotRows, HotRowsReader
 from treadle.kernels import HashPlan, row_ids
+from treadle_bench.grow.other_texts import texts_folder
 from treadle_bench.report import Goal, Row, interleave, rows_of
 
 ROW_BYTES, COLUMNS, TOKENS = 264, 24, 256
@@ -29,7 +30,6 @@ CACHE_BYTES, CACHE_BYTES_QUICK = 84 << 20, 8 << 20
 WARM_BATCHES, BATCHES, WARM_BATCHES_QUICK, BATCHES_QUICK = 400, 200, 40, 20
 PROBE_GOAL_NS = 60.0
 TEXT_BYTES = 8 << 20  # of the trace: more tokens than the batches need
-TEXTS = Path("/work/shared/data/gutenberg")
 VERSION, LAYER, WAIT_SECONDS = "ab" * 32, 1, 30.0
 Trace = NDArray[np.int64]  # [batches, BATCH_ROWS]
 
@@ -124,11 +124,13 @@ def _traces(table_rows: int, batches: int, texts: Path | None, tokenizer: Path |
     yield "uniform", chance.integers(0, table_rows, (batches, BATCH_ROWS))
     for exponent in (1.05, 1.2):
         yield f"zipf {exponent}", _zipf(chance, exponent, table_rows, batches * BATCH_ROWS).reshape(batches, BATCH_ROWS)
-    folder = texts or TEXTS
-    if tokenizer is None or not tokenizer.exists() or not folder.exists():
-        sys.stderr.write(
-            f"cache: the text trace is skipped for want of {folder} or {tokenizer}: give --texts FOLDER and --tokenizer FILE\n"
-        )
+    if tokenizer is None or not tokenizer.exists():
+        sys.stderr.write(f"cache: the text trace is skipped for want of a tokenizer ({tokenizer}): give --tokenizer FILE\n")
+        return
+    try:
+        folder = texts_folder(texts)
+    except NotFound as error:
+        sys.stderr.write(f"cache: the text trace is skipped: {error}\n")
         return
     yield "text", _text_trace(folder, tokenizer, table_rows, batches)
 

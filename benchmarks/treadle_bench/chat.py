@@ -18,13 +18,14 @@ import torch
 from inference_worker.adapters.tokenizer_file import read_vocabulary
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.engine import Engine
-from inference_worker.domain.engram import EngramMemory, fusion_of
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.report import StepReport
 from inference_worker.domain.request import Request, Sampling
 from treadle.client import Endpoint
 from treadle.client.engram import EngramPool, StepPrefetcher
 from treadle.nn import demo_profile, model_fetch
+from treadle.nn.memory_fit import fusion_of
 from treadle.nn.model import CausalLM
 from treadle_bench.pool_process import pool_process
 from treadle_bench.report import Goal, Row, interleave, rows_of

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from treadle.contract.errors import NotFound
+from treadle.contract.errors import NotFound, Unavailable
+from treadle_bench.asm.commands import app as asm
+from treadle_bench.flags import Json, Quick, Strict, exit_unless_met
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure this machine: gather, attach, peers, ring, cache, hash, ticket, remote, load, chat, memories; and what a memory gains: grow. Each figure has its baseline.",
+    help="Measure this machine: gather, attach, peers, ring, cache, hints, cuda, hash, ticket, remote, load, chat, serve, memories, asm; and what a memory gains: grow. Each figure has its baseline.",
 )
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and sizes: an impression, not a figure to quote.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 if a goal is missed; a quick run is not judged.")]
+app.add_typer(asm, name="asm")
 
 
 @app.command()
@@ -31,7 +31,7 @@ def gather(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
     rows, goals, notes = measure(quick=quick)
     show(rows, goals, as_json=json, title="gather", quick=quick, notes=notes)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -42,7 +42,7 @@ def attach(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
     rows, goals, notes = measure(quick=quick)
     show(rows, goals, as_json=json, title="attach", quick=quick, notes=notes)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -55,7 +55,7 @@ def peers(
     """Rows of models' tables by numpy, torch, engramdb, service-ple, Redis, LMDB, Mooncake, and by treadle (8 minutes, 12 GB)."""
     from treadle_bench.peers.command import run_and_show
 
-    _exit(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
+    exit_unless_met(strict=True, met=[run_and_show(only=only or (), quick=quick, as_json=json, plot_to=plot)])
 
 
 @app.command()
@@ -66,7 +66,7 @@ def ring(quick: Quick = False, json: Json = False, strict: Strict = False) -> No
 
     rows, goals = measure(quick=quick)
     show(rows, goals, as_json=json, title="ring", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -86,7 +86,34 @@ def cache(
 
     rows, goals = measure(quick=quick, texts=texts, tokenizer=tokenizer or fetched_tokenizer())
     show(rows, goals, as_json=json, title="cache", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
+
+
+@app.command()
+def hints(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Lookups of cold prompts on a disk, with and without a hint by the gateway before (needs 300 MB of disk)."""
+    from treadle_bench.hints import measure
+    from treadle_bench.report import show
+
+    rows, goals, notes = measure(quick=quick)
+    show(rows, goals, as_json=json, title="hints", quick=quick, notes=notes)
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
+
+
+@app.command()
+def cuda(quick: Quick = False, json: Json = False, strict: Strict = False) -> None:
+    """Rows from the host's copy straight to a GPU, against a plain pinned copy. Exit code 2 where there is no GPU, or no `make cuda`."""
+    try:
+        from treadle_bench.cuda import measure
+
+        rows, goals, notes = measure(quick=quick)
+    except (ImportError, Unavailable) as error:
+        typer.echo(f"treadle bench cuda: not run: {error}", err=True)
+        raise typer.Exit(2) from error
+    from treadle_bench.report import show
+
+    show(rows, goals, as_json=json, title="cuda", quick=quick, notes=notes)
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command("hash")
@@ -97,7 +124,7 @@ def hash_(quick: Quick = False, json: Json = False, strict: Strict = False) -> N
 
     rows, goals = measure(quick=quick)
     show(rows, goals, as_json=json, title="hash", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -108,7 +135,7 @@ def ticket(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
     rows, goals = measure(quick=quick)
     show(rows, goals, as_json=json, title="ticket", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -119,7 +146,7 @@ def remote(quick: Quick = False, json: Json = False, strict: Strict = False) -> 
 
     rows, goals, skipped = measure(quick=quick)
     show(rows, goals, as_json=json, title="remote", quick=quick, notes=[f"not measured: {text}" for text in skipped])
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -130,7 +157,7 @@ def load(quick: Quick = False, json: Json = False, strict: Strict = False) -> No
 
     rows, goals = measure(quick=quick)
     show(rows, goals, as_json=json, title="load", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -150,7 +177,23 @@ def chat(
 
     rows, goals, extra = measure(quick=quick, pool_address=pool, model_dir=model_dir)
     show(rows, goals, as_json=json, title="chat", quick=quick, extra=extra)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
+
+
+@app.command()
+def serve(
+    quick: Quick = False,
+    json: Json = False,
+    strict: Strict = False,
+    engine: Annotated[str, typer.Option(help="embedded, vllm or both.")] = "embedded",
+    worker_command: Annotated[str, typer.Option(help="What starts a vLLM worker; default: that of .venv-vllm.")] = "",
+    model_dir: Annotated[Path | None, typer.Option(help="Folder of the language model; default: smollm2-135m, fetched.")] = None,
+) -> None:
+    """Workers without Engram and with its rows by each transport, on one and two hosts: Tables 2 and 3 of the CXL paper (10 minutes an engine)."""
+    from treadle_bench.serve.command import run_and_show
+
+    goals = run_and_show(quick=quick, as_json=json, engine=engine, worker_command=worker_command, model_dir=model_dir)
+    exit_unless_met(strict and not quick, goals)
 
 
 @app.command()
@@ -182,7 +225,7 @@ def grow(
 
     options = GrowOptions(work, texts, model_dir, tuple(only or ()), budget_minutes, jobs, stop_at, quick=quick, as_json=json)
     goals = evaluate_shipped(options) if shipped else run_and_show(options, run=not report)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command()
@@ -202,21 +245,16 @@ def memories(
 
     rows, goals = measure(quick=quick, transport=transport, model_dir=model_dir)
     show(rows, goals, as_json=json, title="memories", quick=quick)
-    _exit(strict and not quick, [goal.met for goal in goals])
+    exit_unless_met(strict and not quick, [goal.met for goal in goals])
 
 
 @app.command("all")
 def all_(quick: Quick = False, strict: Strict = False) -> None:
-    """Every figure of this machine, one after the other (about 20 minutes); not `grow`, which takes hours, nor `peers`, which installs what others made."""
+    """Every figure of this machine, one after the other (about 20 minutes); not `grow` and `serve`, which take long, `peers`, which installs what others made, nor `cuda`."""
     missed = False
-    for command in (hash_, ticket, gather, attach, ring, remote, cache, load, chat, memories):
+    for command in (hash_, ticket, gather, attach, ring, remote, hints, cache, load, chat, memories):
         try:
             command(quick=quick, strict=strict)
         except typer.Exit:
             missed = True
-    _exit(strict, [not missed])
-
-
-def _exit(strict: bool, met: list[bool]) -> None:
-    if strict and not all(met):
-        raise typer.Exit(1)
+    exit_unless_met(strict, [not missed])

@@ -27,6 +27,7 @@ from inference_worker.adapters.tokenizer_file import read_vocabulary
 from inference_worker.domain.answer import Answer, run_until_done
 from inference_worker.domain.catalogue import Catalogue
 from inference_worker.domain.engine import Engine
+from inference_worker.domain.engram import EngramMemory
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.limits import Limits
 from inference_worker.domain.memory_opening import Opener
@@ -138,7 +139,7 @@ def _ask(engine: Engine, catalogue: Catalogue, variant: str, *, seed: int, new_t
     return answers
 
 
-def _lease(catalogue: Catalogue, variant: str, place: int) -> Lease:
+def _lease(catalogue: Catalogue, variant: str, place: int) -> Lease[EngramMemory]:
     if variant == NONE or (variant == HALF and place % 2):
         return Lease()
     return catalogue.take(Choice(_name(0 if variant == ONE else place))).result(OPEN_SECONDS_MAX)

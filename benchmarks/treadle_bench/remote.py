@@ -157,14 +157,17 @@ def owner_process(host: str, table_rows: int, inside: Sequence[str] = ()) -> Ite
 
 
 @contextmanager
-def other_host() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """A network namespace: its address as it is reached from here, and what runs a command inside."""
-    name, link, net = f"trdb{os.getpid()}", f"vb{os.getpid()}", 100 + os.getpid() % 100
+def other_host(number: int = 0) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """A network namespace: its address as it is reached from here, and what runs a command inside. All of this host's addresses are
+    reached from there. number: tells several of them apart."""
+    tag = f"{os.getpid()}x{number}"
+    name, link, net = f"trdb{tag}", f"vb{tag}", 100 + (os.getpid() + number) % 100
     near, far = f"10.{net}.7.1", f"10.{net}.7.2"
     try:
         for words in (
             f"netns add {name}", f"link add {link} type veth peer name eth0 netns {name}", f"addr add {near}/30 dev {link}",
             f"link set {link} up", f"-n {name} addr add {far}/30 dev eth0", f"-n {name} link set eth0 up", f"-n {name} link set lo up",
+            f"-n {name} route add default via {near}",
         ):  # fmt: skip
             subprocess.run(["ip", *words.split()], check=True, capture_output=True)
         yield far, ("ip", "netns", "exec", name)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ WIDTH_IN_FILES = 120  # characters, where there is no terminal to ask
 Step = TypeVar("Step")
 ROUNDS_MIN = 8  # for an interval
 BOOTSTRAP_DRAWS = 2000  # of rounds, for the interval of a ratio
+ROOT = Path(__file__).resolve().parents[2]  # the project's
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,24 @@ def paired_ratio(
     return float(np.median(ratios)), (float(low), float(high))
 
 
+def command_line(arguments: Sequence[str] | None = None) -> str:
+    """The command that runs, as another machine may read it; `arguments`: default those of this process.
+
+    Paths in the project are relative to its root; of others the last part is told: `--data FOLDER/traces`.
+    """
+    parts = sys.argv[1:] if arguments is None else arguments
+    return " ".join(["treadle", *(_told(part) for part in parts)])
+
+
+def _told(part: str) -> str:
+    option, equals, value = part.rpartition("=") if part.startswith("-") else ("", "", part)
+    path = Path(value)
+    if path.is_absolute():
+        path = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path("FOLDER", path.name)
+        value = str(path)
+    return f"{option}{equals}{value}"
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     with open("/proc/cpuinfo", encoding="utf-8") as info:
@@ -116,7 +136,7 @@ def document(rows: Sequence[Row], goals: Sequence[Goal], extra: Mapping[str, Any
     """The figures as JSON values."""
     fields = ("name", "params", "unit", "median", "p99", "n", "baseline", "ratio", "ratio_ci95", "p99_ratio")
     return {
-        "command": " ".join(["treadle", *sys.argv[1:]]), "machine": machine(),
+        "command": command_line(), "machine": machine(),
         "versions": {name: version(name) for name in ("treadle", "numpy", "torch")} | {"python": platform.python_version()},
         "rows": [{field: getattr(row, field) for field in fields} for row in rows],
         "goals": [{"text": goal.text, "value": goal.value, "limit": goal.limit, "met": goal.met} for goal in goals], **(extra or {}),

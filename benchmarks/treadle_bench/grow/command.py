@@ -22,7 +22,7 @@ from treadle_bench.grow.goals import goals_of
 from treadle_bench.grow.other_texts import texts_folder
 from treadle_bench.grow.runs import Run, needs, ordered_runs
 from treadle_bench.grow.store import Store
-from treadle_bench.report import Goal, document, show
+from treadle_bench.report import Goal, command_line, document, show
 
 REPORT_FILE = "report.md"
 MODEL = "smollm2-135m"
@@ -57,7 +57,7 @@ def run_and_show(options: GrowOptions, *, run: bool) -> list[Goal]:
     figures = Figures(Store(work))
     if not figures.domains:
         raise NotFound(f"{work}: no figures yet; `treadle bench grow --work {work}` makes them, `--quick` makes a few in minutes")
-    goals, command = [] if options.quick else goals_of(figures), " ".join(["treadle", *sys.argv[1:]])
+    goals, command = [] if options.quick else goals_of(figures), command_line()
     if options.as_json:
         lines = [line for domain in figures.domains for line in figures.lines(domain)]
         extra = {"quick": options.quick, "work": str(work), "goals": [asdict(goal) | {"met": goal.met} for goal in goals]}
