@@ -3,7 +3,7 @@
 Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
 (never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says,
 `FAKE_MEMORIES` what it offers (names by comma); `FAKE_NATS`, `FAKE_MISSING` and `FAKE_WEIGHTS`: see fake_grpc. `FAKE_DICTIONARY`
-`useless`: what is behind a long prefix is as without one; `unbuilt`: `asm build` fails.
+`useless`: what is behind a long prefix is as without one; `unbuilt`: `asm build` fails. `FAKE_SHARED`: a file that every service maps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import typer
 
 from treadle.contract.errors import TreadleError
@@ -41,6 +42,7 @@ def main(service: str) -> int:
     sys.stderr.write(f"{service} begins with {sorted(arguments)}\n")
     if toggle == "die":
         sys.exit("no such port: 42")
+    shared = np.memmap(file, np.uint8, "r") if (file := os.environ.get("FAKE_SHARED")) else None
     if service == "inference-gateway":
         listen, metrics = _serve_gateway(arguments), ""
     else:
@@ -52,7 +54,7 @@ def main(service: str) -> int:
     while not stopped.wait(0.5 if toggle == "dies once it was ready" else 3600):
         if toggle == "dies once it was ready":
             return 3
-    sys.stderr.write(f"{service} drained\n")
+    sys.stderr.write(f"{service} drained, {0 if shared is None else len(shared)} B were shared\n")
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,16 @@ def test_whatever_goes_wrong_is_a_failure_in_the_json_document_and_the_fabric_st
         assert words in run.stderr
     assert "logs are kept in" in run.stderr
     assert "nothing in shared memory is left" in run.stderr
+
+
+def test_shared_memory_that_stays_is_a_failure_and_is_named(demo: Any) -> None:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="psm_treadle_test_") as shared:
+        shared.write(b"rows")
+        shared.flush()
+        demo.extra["FAKE_SHARED"] = shared.name
+        run = demo("demo", "--json", code=1)
+    assert f"{shared.name} is still there" in json.loads(run.stdout)["failures"]
+    assert "nothing in shared memory is left" not in run.stderr
 
 
 def test_a_model_that_the_memory_was_not_made_for_has_no_demo(demo: Any) -> None:

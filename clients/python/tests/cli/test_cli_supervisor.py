@@ -17,6 +17,7 @@ import pytest
 
 from treadle.cli.child import TAIL_LINES
 from treadle.cli.events import Event
+from treadle.cli.process_group import shared_memory_of
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.restarts import RestartPolicy
 from treadle.cli.supervisor import GaveUp, JobSpec, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
@@ -247,6 +248,27 @@ def test_what_a_dead_child_had_started_dies_with_it(stage: Stage, tmp_path: Path
     stage.on_event = lambda event: stage.supervisor.request_stop() if event.kind == "died" else None
     stage.supervisor.watch()
     assert mark.wait_gone(10.0)
+
+
+@pytest.mark.parametrize("end", ["it is killed", "it ignores SIGTERM until it is killed"])
+def test_what_a_dead_child_had_shared_is_gone_with_it(stage: Stage, tmp_path: Path, end: str) -> None:
+    shares = """
+        from multiprocessing import shared_memory
+        shared = shared_memory.SharedMemory(create=True, size=4096)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        while True: signal.pause()
+    """
+    service = stage.supervisor.start(spec(SERVICE + textwrap.dedent(shares), drain_seconds=0.1))
+    (file,) = shared_memory_of([pid_of(service)])
+    assert file.name.startswith("psm_")
+    if end == "it is killed":
+        os.kill(pid_of(service), signal.SIGKILL)
+        stage.on_event = lambda event: stage.supervisor.request_stop() if event.kind == "died" else None
+        stage.supervisor.watch()
+    else:
+        stage.supervisor.drain(["pool"])
+    assert not file.exists()
 
 
 def test_waiting_for_something_outside_has_a_limit(stage: Stage) -> None:

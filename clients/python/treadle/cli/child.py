@@ -13,10 +13,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from treadle.cli.process_group import kill_group
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.service_log import ServiceLog
 
@@ -67,12 +67,11 @@ class Child:
     def kill(self) -> None:
         """Kill the process and whatever it started in its session."""
         if self.returncode is None:  # not reaped, so its number still means it
-            os.killpg(self.pid, signal.SIGKILL)
+            kill_group(self.pid)
 
     def reap(self) -> int:
         """After its end: kill what it left behind, read its last words, close everything; the return code."""
-        with suppress(ProcessLookupError):  # nobody is left in its group
-            self.kill()
+        self.kill()
         for pipe in (self._output, self._error):
             pipe.drain()
         self.returncode = self._process.wait()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from treadle.cli.background import BackgroundFabric
 from treadle.cli.fabric_options import FabricOptions
+from treadle.cli.process_group import shared_memory_of
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
 from treadle.cli.supervisor import StartFailed, StopRequested
 from treadle.cli.terminal import StepView, stderr
@@ -56,17 +57,20 @@ def demo_fabric(options: FabricOptions, home: Path, view: StepView, failures: li
         state = background.wait_up(view)
         yield state
     finally:
+        services = state.services if state is not None else ()
+        shared = shared_memory_of(record.process.pid for record in services if record.process)
         code = background.stop()
         if code:
             failures.append(f"the fabric ended with exit code {code}")
         if state is not None:
-            left = _left_behind(state)
+            left = _left_behind(state, shared)
             failures += left
             if not left:
                 stderr().print("the fabric is down; no process and nothing in shared memory is left")
 
 
-def _left_behind(state: FabricState) -> list[str]:
+def _left_behind(state: FabricState, shared: frozenset[Path]) -> list[str]:
+    """shared: what the services' processes had mapped of /dev/shm just before they were stopped"""
     left = [
         f"{record.service} still runs (pid {record.process.pid})"
         for record in state.services
@@ -74,6 +78,7 @@ def _left_behind(state: FabricState) -> list[str]:
     ]
     if Path(state.segment_dir).exists():
         left.append(f"{state.segment_dir} is still there")
+    left += [f"{file} is still there" for file in sorted(shared) if file.exists()]
     return left
 
 
