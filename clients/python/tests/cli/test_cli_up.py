@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -327,10 +328,21 @@ def test_a_taken_port_is_told_before_anything_starts(cli: Any) -> None:
     assert not (cli.home / "run" / "logs" / "engram-pool.log").exists()
 
 
+def base_of_free_ports() -> int:
+    """Below those that the system hands out, so that nobody takes one in between."""
+    for base in range(20000, 30000, 20):
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(base, base + 15):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return base
+    raise AssertionError("no 15 free ports in a row")
+
+
 def test_a_taken_port_of_another_service_is_told_in_one_line(cli: Any) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        error = cli("up", "--gateway-port", "0", "--port-base", str(port - 4), code=1).stderr
+    base = base_of_free_ports()
+    port = base + 4
+    with socket.create_server(("127.0.0.1", port)):
+        error = cli("up", "--gateway-port", "0", "--port-base", str(base), code=1).stderr
     assert f"inference-worker cannot listen on 127.0.0.1:{port}: Address already in use" in error
     assert "--port-base 0" in error
     assert not (cli.home / "run" / "logs" / "engram-pool.log").exists()
