@@ -2,9 +2,10 @@
 
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import setup
 
+ParallelCompile(default=0).install()  # one file on each core
 setup(
     ext_modules=[
         Pybind11Extension(

@@ -2,7 +2,7 @@
 
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 native = Pybind11Extension(
@@ -14,4 +14,5 @@ native = Pybind11Extension(
 )
 native.optional = True
 
+ParallelCompile(default=0).install()  # one file on each core
 setup(ext_modules=[native], cmdclass={"build_ext": build_ext})
