@@ -371,6 +371,20 @@ def test_a_dictionary_of_another_model_is_refused_with_the_field(both: Both, tmp
 
 
 @OF_ONE_KIND
+def test_a_dictionary_that_nothing_can_be_computed_with_is_refused_with_the_tensor(both: Both, tmp_path: Path) -> None:
+    prompt, name = ids(20, 1), tensor_name(1, "states")
+    opened = map_folder(both.dictionary("rules", prompt, [prompt], keep_kv=False))
+    tensors = {each: np.array(tensor) for each, tensor in opened.tensors.items()}
+    tensors[name].reshape(-1)[5] = np.nan
+    infos = tuple((each, tensor_info(tensors[each], info.dtype)) for each, info in opened.dictionary.tensors)
+    write_folder(tmp_path, replace(opened.dictionary, tensors=infos), tensors)
+    opened.close()
+    (answer,) = both.vllm.llm.collective_rpc("open_treadle_prefix", args=(str(tmp_path),))
+    assert answer == f"DataLoss: tensor {name}: NaN or infinity"
+    both.closed()
+
+
+@OF_ONE_KIND
 def test_no_more_are_held_than_the_limit_and_one_let_go_makes_room(both: Both) -> None:
     prompt = ids(20, 1)
     folders = [both.dictionary(name, prompt, [prompt], keep_kv=False) for name in ("one", "two", "three", "four")]

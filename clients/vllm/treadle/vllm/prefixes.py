@@ -15,6 +15,7 @@ from torch import Tensor
 
 from treadle.client.asm import AsmStore, MappedDictionary, map_folder
 from treadle.contract.dictionary import Dictionary, DictionaryModel
+from treadle.contract.dictionary_file import check_numbers
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound, ResourceExhausted
 from treadle.nn.config import ModelConfig
 from treadle.nn.model_identity import dictionary_model
@@ -89,7 +90,7 @@ class Prefixes:
         """Open a version, and hold it until as many `let_go`; its NAME@VERSION.
 
         what:    NAME@VERSION of the store, or the path of a dictionary's folder, which begins with /
-        checked: who asks has compared the version's files and model with their digests, so that only shapes are looked at here
+        checked: who asks has compared the version's files and model with their digests, and read its numbers; only shapes are looked at here
         Raises NotFound, DataLoss, FingerprintMismatch naming the field, ResourceExhausted, Unavailable, DeadlineExceeded.
         """
         choice = None if what.startswith("/") else _exact_choice(what, "prefix")
@@ -155,6 +156,8 @@ class Prefixes:
         try:
             self._make_room()
             self._check(mapped.dictionary.model, checked)
+            if not checked:
+                check_numbers(mapped.tensors, mapped.dictionary)
             held = HeldPrefix(mapped)
         except BaseException:
             mapped.close()

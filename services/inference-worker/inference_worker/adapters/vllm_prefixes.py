@@ -18,7 +18,7 @@ class VllmPrefixes:
         """See PrefixHost."""
         name = _name(mapped)
         try:
-            answer = self._process.ask("open_treadle_prefix", name, True)  # its files and model are compared with their digests
+            answer = self._process.ask("open_treadle_prefix", name, True)  # files, numbers and model were looked at here
             if answer.startswith(f"{Elsewhere.__name__}: "):  # its files have come into a cache, whose lock is held here
                 answer = self._process.ask("open_treadle_prefix", str(mapped.path.parent.absolute()), True)
         except DeadlineExceeded:
