@@ -13,7 +13,7 @@ from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
 
 Reference = Callable[[Path, list[int]], Tensor]
-TOLERANCE = 1e-4  # of a log-probability, fp32
+TOLERANCE, OF_VALUE = 1e-4, 1e-6  # of a log-probability in fp32, which has seven digits: those of unlikely tokens reach -60
 TEXT = (
     "<|im_start|>user\nWhat is the capital of France, and which river runs through it? Answer in one sentence.<|im_end|>\n"
     "<|im_start|>assistant\nThe capital of France is Paris, and the river Seine runs through it.<|im_end|>\n"
@@ -48,7 +48,7 @@ def random_ids(model: CausalLM, count: int, seed: int) -> list[int]:
 
 
 def close(left: Tensor, right: Tensor) -> bool:
-    return bool((left - right).abs().max() < TOLERANCE) and bool((left.argmax(-1) == right.argmax(-1)).all())
+    return torch.allclose(left, right, rtol=OF_VALUE, atol=TOLERANCE) and bool((left.argmax(-1) == right.argmax(-1)).all())
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +189,16 @@ def test_a_request_without_rows_takes_no_part(tiny: CausalLM) -> None:
     assert torch.equal(got, tiny.forward(ids, torch.arange(6), [0, 6], [tiny.new_kv()]))
 
 
-def test_bf16_weights_run_and_agree_on_the_first_token(smollm2: CausalLM, smollm2_folder: Path, prompt: list[int]) -> None:
+def test_bf16_weights_run_and_agree_wherever_it_is_not_close(smollm2: CausalLM, smollm2_folder: Path, prompt: list[int]) -> None:
     half = CausalLM.load(smollm2_folder, torch.bfloat16)
     (rough,) = step(half, [(prompt, half.new_kv())])
     (exact,) = step(smollm2, [(prompt, smollm2.new_kv())])
     assert half.dtype == torch.bfloat16
     assert rough.dtype == torch.float32
-    assert rough[-1].argmax() == exact[-1].argmax()
+    best = exact.topk(2).values
+    clear = best[:, 0] - best[:, 1] > 0.25  # nats; a bf16 weight has three digits
+    assert clear.sum() > len(prompt) / 2
+    assert torch.equal(rough.argmax(-1)[clear], exact.argmax(-1)[clear])
 
 
 @pytest.mark.parametrize(
