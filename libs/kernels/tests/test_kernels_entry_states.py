@@ -117,7 +117,9 @@ def test_rows_find_what_they_would_find_alone(form: Any) -> None:
     every, some = states.find(queries), states.find(queries, rows)
     assert np.array_equal(some.states, every.states[rows])
     assert np.array_equal(some.log_z, every.log_z[rows])
-    np.testing.assert_allclose(some.cosines, every.cosines[rows], rtol=0, atol=1e-6 if form is reference else 0)  # BLAS sums by shape
+    np.testing.assert_allclose(
+        some.cosines, every.cosines[rows], rtol=0, atol=1e-6 if form is reference else 0
+    )  # BLAS sums by shape
     assert np.array_equal(some.outside, every.outside[rows])
     assert states.find(queries, rows[:0]).states.shape == (0, layer.heads, layer.head_dim)
 
