@@ -216,6 +216,36 @@ def test_a_step_that_fails_counts_no_lookup(tiny: CausalLM, learnt: Callable[...
     assert (use.lookups, use.lookups_outside, kv.length) == (0, 0, 0)
 
 
+def test_numbers_that_are_none_end_their_own_request_and_the_others_of_its_prefix_go_on(
+    tiny: CausalLM, learnt: Callable[..., Any]
+) -> None:
+    memory, prefix, texts = learnt()
+    uses, batch = [PrefixUse(memory, contained=True) for _ in texts], [(ids, 40, tiny.new_kv()) for ids in texts]
+
+    def spoil(layer: int, hidden: Tensor) -> Tensor:
+        if layer == 1:
+            hidden = hidden.clone()
+            hidden[15] = torch.nan  # one row of the second request, as rows of a memory may be
+        return hidden
+
+    got = run(tiny, batch, uses, before_layer=spoil)
+    assert [type(use.failure) for use in uses] == [type(None), InvalidArgument, type(None)]
+    assert uses[1].lookups == 0
+    for at in (0, 2):
+        assert_same(got[at], behind(tiny, prefix, texts[at]))
+        alone = PrefixUse(memory)
+        run(tiny, [(texts[at], 40, tiny.new_kv())], [alone])
+        assert (uses[at].lookups, uses[at].outside_of) == (alone.lookups, alone.outside_of)
+
+
+def test_a_lookup_that_fails_is_raised_where_nobody_contains_it(tiny: CausalLM, learnt: Callable[..., Any]) -> None:
+    memory, _, texts = learnt()
+    uses = [PrefixUse(memory), PrefixUse(memory, contained=True)]
+    batch = [(ids, 40, tiny.new_kv()) for ids in texts[:2]]
+    with pytest.raises(InvalidArgument, match="NaN"):
+        run(tiny, batch, uses, before_layer=lambda layer, hidden: hidden * torch.nan)
+
+
 def test_what_does_not_fit_is_refused(
     tiny: CausalLM, learnt: Callable[..., Any], make_tiny: Callable[[str], Path], collected: type
 ) -> None:

@@ -107,6 +107,7 @@ class PrefixStep:
                 counted += rows
 
     def _look_up(self, layer: int, group: _Group, query: Tensor, rotated: Tensor, out: Tensor, log_z: Tensor) -> None:
+        whole = query, rotated
         if group.rows is not None:
             rows = torch.from_numpy(group.rows)
             query, rotated = query[rows], rotated[rows]
@@ -115,8 +116,11 @@ class PrefixStep:
         except Exception as error:
             if not all(use.contained for use in group.uses):
                 raise
-            for use in group.uses:  # rows are strangers to each other: the other requests of the step go on
-                use.failure = error
+            if len(group.uses) == 1:
+                group.uses[0].failure = error
+                return
+            for part in self._apart(group):  # requests are strangers to each other: what fails one alone ends that one alone
+                self._look_up(layer, part, *whole, out, log_z)
             return
         assert found is not None
         merge_states(out.numpy(), log_z.numpy(), group.rows, found.states.contiguous().numpy(), found.log_z.contiguous().numpy())
@@ -139,6 +143,16 @@ class PrefixStep:
         rows = [row for request in requests for row in range(self._starts[request], self._starts[request + 1])]
         every = len(rows) == self._starts[-1]
         return _Group(uses[0].memory, requests, uses, None if every else np.array(rows, dtype=np.int64))
+
+    def _apart(self, group: _Group) -> list[_Group]:
+        """A group of one request for each of a group's: from now on they look up alone."""
+        parts = [self._group([request]) for request in group.requests]
+        ends = np.cumsum([self._starts[request + 1] - self._starts[request] for request in group.requests])[:-1]
+        for each in group.outside:
+            for part, own in zip(parts, np.split(each, ends), strict=True):
+                part.outside.append(own)
+        self._groups = [*(other for other in self._groups if other is not group), *parts]
+        return parts
 
     def _rows(self, requests: list[int]) -> Rows:
         """The rows of rising requests: a view of the step where they lie together, as those of a step with one memory do."""
