@@ -118,22 +118,36 @@ class PrefixStep:
         return any(group.wants(layer) for group in self._groups)
 
     def merge(self, layer: int, rotated: Tensor, out: Tensor, log_z: Tensor) -> None:
-        """See MergingStep. What fails is the group's own: requests of other prefixes, and of none, know nothing of it."""
-        for group in self._groups:
-            if not group.wants(layer):
-                continue
-            try:
-                a, seen = self._seen(layer, group, rotated[group.rows])
-                own = log_z[group.rows]
-                if own.isnan().any():
-                    raise InvalidArgument("attention: log Z is beyond what can be told from vLLM's kernel")
-                out[group.rows] = merged_output(out[group.rows], own, a, seen).to(out.dtype)
-            except Exception:
-                log.exception("a lookup in prefix %s failed", group.held.choice)
-                group.failed = True
-                for member in group.members:
-                    member.request.error = Failure("Unavailable", "a lookup of its prefix failed; the engine's log has the details")
-                    member.request.dirty_from = member.span.first  # what it computed here is nobody's
+        """See MergingStep. What fails is the request's own: others, of its prefix too, know nothing of it."""
+        for group in list(self._groups):
+            if group.wants(layer):
+                self._merge(layer, group, rotated, out, log_z)
+
+    def _merge(self, layer: int, group: _Group, rotated: Tensor, out: Tensor, log_z: Tensor) -> None:
+        try:
+            own = log_z[group.rows]
+            if own.isnan().any():
+                raise InvalidArgument("attention: log Z is beyond what can be told from vLLM's kernel")
+            a, seen, outside = self._seen(layer, group, rotated[group.rows])
+            out[group.rows] = merged_output(out[group.rows], own, a, seen).to(out.dtype)
+            group.outside += outside
+        except Exception:
+            if len(group.members) > 1:
+                for part in self._apart(group):  # one of them may be to blame alone
+                    self._merge(layer, part, rotated, out, log_z)
+                return
+            log.exception("a lookup in prefix %s failed", group.held.choice)
+            group.failed, member = True, group.members[0]
+            member.request.error = Failure("Unavailable", "a lookup of its prefix failed; the engine's log has the details")
+            member.request.dirty_from = member.span.first  # what it computed here is nobody's
+
+    def _apart(self, group: _Group) -> list[_Group]:
+        """A group of one member for each of a group's: from now on they look up alone."""
+        parts = [self._group([member]) for member in group.members]
+        for part, outside in zip(parts, torch.split(group.outside, [each.span.count for each in group.members]), strict=True):
+            part.outside = outside.clone()
+        self._groups = [*(other for other in self._groups if other is not group), *parts]
+        return parts
 
     def finish(self) -> None:
         """Count the lookups of a step that went through, and judge the prompts that it completed."""
@@ -154,19 +168,18 @@ class PrefixStep:
         member.request.error = prefix.judge(self._share_max) or member.request.error
         member.request.degraded |= prefix.off_task
 
-    def _seen(self, layer: int, group: _Group, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """The states of a group's rows over what stands before their own keys."""
+    def _seen(self, layer: int, group: _Group, rotated: Tensor) -> tuple[Tensor, Tensor, Tensor | int]:
+        """The states of a group's rows over what stands before their own keys, and how many lookups of each row were outside."""
         if group.exact:
             assert group.held.kv is not None, "who takes it asks"
             keys, values = group.held.kv[layer].transpose(1, 2)
-            return attention_state(rotated, keys, values)
+            return *attention_state(rotated, keys, values), 0
         memory, queries = group.held.memory, rotated
         if memory.dictionary.settings.key is not KeyMode.OWN_POSITION:
             queries = rotate(rotated, self._rope.angles(-group.positions))
         found = memory.lookup(layer, queries, rotated, self._rope)
         assert found is not None, "wants asks"
-        group.outside += found.outside.flatten(1).sum(1)
-        return found.states, found.log_z
+        return found.states, found.log_z, found.outside.flatten(1).sum(1)
 
     def _group(self, members: list[Member]) -> _Group:
         prefix = members[0].prefix
