@@ -16,9 +16,10 @@ from typing import Any
 from asm_store.building.recipe import matched_keys_of
 from treadle.contract.dictionary import DictionarySettings
 from treadle.contract.errors import InvalidArgument, Unavailable
+from treadle.contract.lookup_settings import LISTS_PROBED
 from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
-from treadle.nn.prefix_memory import LISTS_PROBED, PrefixMemory
+from treadle.nn.prefix_memory import PrefixMemory
 from treadle_bench.asm import attention_matching, costs, dictionaries, kvpress_rivals
 from treadle_bench.asm.answering import Before, before_prefix, encode_prefix
 from treadle_bench.asm.compact_kv import kept_of

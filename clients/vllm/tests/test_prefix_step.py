@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,12 @@ from treadle.contract.dictionary import (
     tensor_name,
 )
 from treadle.contract.dictionary_file import tensor_info, write_folder
+from treadle.contract.errors import NotFound
+from treadle.contract.lookup_settings import LookupSettings
 from treadle.contract.policy import WaitPolicy
+from treadle.vllm.config import MemoryConfig
 from treadle.vllm.prefix_step import Member, PrefixStep, RunningPrefix
-from treadle.vllm.prefixes import HeldPrefix
+from treadle.vllm.prefixes import HeldPrefix, Prefixes
 from treadle.vllm.step import RunningRequest
 from treadle.vllm.windows import Span
 
@@ -35,8 +39,8 @@ COUNTS = (3, 1, 4)  # tokens of each request in the step
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[HeldPrefix]:
-    """A dictionary of random numbers, whose guard calls about half of random lookups outside."""
+def folder(tmp_path: Path) -> Path:
+    """Of a dictionary of random numbers, whose guard calls about half of random lookups outside."""
     chance = np.random.default_rng(1)
     settings = DictionarySettings(key=KeyMode.OWN_POSITION, dtype=RowDtype.F32, entries=ENTRIES, heads_joined=1)
     tensors: dict[str, Any] = {}
@@ -46,7 +50,7 @@ def held(tmp_path: Path) -> Iterator[HeldPrefix]:
             "keys": keys / np.linalg.norm(keys, axis=-1, keepdims=True), "counts": np.ones((1, ENTRIES), np.int32),
             "states": chance.standard_normal((1, ENTRIES, HEADS, HEAD_DIM), dtype=np.float32),
             "log_z": chance.standard_normal((1, ENTRIES, HEADS), dtype=np.float32),
-            "cosine_quantiles": np.full((1, QUANTILES), 0.4, np.float32),
+            "cosine_quantiles": np.concatenate([np.full((1, 51), 0.4), np.ones((1, QUANTILES - 51))], axis=1).astype(np.float32),
         }  # fmt: skip
         tensors |= {tensor_name(layer, name): np.ascontiguousarray(rows) for name, rows in parts.items()}
     infos = tuple((name, tensor_info(rows, "I32" if rows.dtype == np.int32 else "F32")) for name, rows in sorted(tensors.items()))
@@ -55,7 +59,13 @@ def held(tmp_path: Path) -> Iterator[HeldPrefix]:
         "rules", model, tuple(range(LAYERS)), Prefix(DIGEST, 9, (9,)), Calibration(DIGEST, 1, ENTRIES), settings, infos
     )
     write_folder(tmp_path, made, tensors)
-    opened = HeldPrefix(map_folder(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def held(folder: Path) -> Iterator[HeldPrefix]:
+    """It, open."""
+    opened = HeldPrefix(map_folder(folder), LookupSettings())
     yield opened
     opened.close()
 
@@ -100,3 +110,20 @@ def test_numbers_that_are_none_end_their_own_request_and_the_others_of_its_prefi
     used = [[request.prefix.used for request in each if request.prefix is not None] for each in (requests, sound)]
     assert [used[0][at] for at in (0, 2)] == [used[1][at] for at in (0, 2)]
     assert 0 < used[0][2].lookups_outside < used[0][2].lookups
+
+
+def test_lookups_are_made_as_the_configuration_says(folder: Path) -> None:
+    config = MemoryConfig.of({"treadle": {"prefix_guard_percent": 100, "prefix_lists_probed": 7}})
+    strict = HeldPrefix(map_folder(folder), config.lookup)
+    queries = torch.randn(5, HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(3))
+    found = strict.memory.lookup(0, queries, queries)
+    assert found is not None
+    assert found.outside.all()
+    assert strict.memory._layers[0].entries.lists_probed == 7  # type: ignore[attr-defined]
+    strict.close()
+
+
+def test_an_index_that_is_not_installed_stops_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    with pytest.raises(NotFound, match="needs hnswlib"):
+        Prefixes(MemoryConfig(prefix_index="hnsw"), folder)

@@ -39,9 +39,11 @@ from treadle.client.asm import DictionaryCache
 from treadle.client.asm.cache import CACHE_FOLDER
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram import EngramPool
-from treadle.contract.errors import InvalidArgument, Unavailable
+from treadle.contract.errors import InvalidArgument, NotFound, Unavailable
+from treadle.contract.lookup_settings import LookupIndex
 from treadle.inference.v1 import worker_pb2, worker_pb2_grpc
 from treadle.nn.config import ModelConfig
+from treadle.nn.entry_search import check_hnswlib
 from treadle.nn.model_fetch import treadle_home
 from treadle.nn.model_folder import find_model_folder
 from treadle.nn.model_identity import dictionary_model
@@ -157,16 +159,24 @@ def memories_of(
 def prefixes_of(
     settings: Settings, config: ModelConfig, folder: Path, registry: CollectorRegistry, host: PrefixHost | None = None
 ) -> Iterator[PrefixCatalogue | NoPrefixes]:
-    """The long prefixes of the settings' store, its pointers watched. host: the process that runs the model; None: this one"""
+    """The long prefixes of the settings' store, its pointers watched. host: the process that runs the model; None: this one
+
+    Raises WrongSetting for an index that cannot be had, and as `dictionary_cache`.
+    """
     if not settings.asm_store:
         yield NoPrefixes()
         return
+    if settings.lookup.index == LookupIndex.HNSW:
+        try:
+            check_hnswlib()
+        except NotFound as error:
+            raise WrongSetting(f"prefix_{error}") from error
     endpoint = Endpoint(
         settings.asm_store, read_key(settings.asm_key_file, "asm_key_file"), settings.asm_tls_root_file,
         tls_cert_file=settings.tls_cert_file, tls_key_file=settings.tls_key_file,
     )  # fmt: skip
     opener, metrics = (
-        PrefixOpener(lambda: dictionary_model(folder, config), config.positions_max, map_prefix_kv, host),
+        PrefixOpener(lambda: dictionary_model(folder, config), config.positions_max, map_prefix_kv, host, settings.lookup),
         PrefixMetrics(registry),
     )
     cache = dictionary_cache(settings, metrics)

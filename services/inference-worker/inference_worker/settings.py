@@ -10,6 +10,7 @@ from inference_worker.domain.limits import Limits
 from treadle.chassis.settings import ServerSettings, WrongSetting
 from treadle.contract.errors import InvalidArgument
 from treadle.contract.fusion_mode import FusionMode
+from treadle.contract.lookup_settings import GUARD_PERCENT, LISTS_PROBED, LookupIndex, LookupSettings
 from treadle.contract.policy import Late, WaitPolicy
 
 
@@ -121,6 +122,12 @@ class Settings(ServerSettings):
     """Most prefix versions open at once; beyond it the least recently used without requests is closed."""
     prefix_outside_share_max: float = 0.9
     """A prompt with more of its lookups outside the dictionary's calibration than this share is off its task: see the guard; 1: none is."""
+    prefix_lists_probed: int = LISTS_PROBED
+    """Lists that a lookup scans in a dictionary of two levels; one without lists is scanned whole."""
+    prefix_guard_percent: int = GUARD_PERCENT
+    """A lookup is outside that is less like its entry than all but so many per cent of the layer's calibration were, 0 to 100."""
+    prefix_index: LookupIndex = LookupIndex.SCAN
+    """scan, or hnsw: a graph of the keys, linked when a prefix is opened, which takes seconds to minutes; needs hnswlib."""
     asm_key_file: Path | None = None
     """File whose first line that is no comment is the key shown to the store."""
     asm_tls_root_file: Path | None = None
@@ -155,7 +162,7 @@ class Settings(ServerSettings):
         if self.asm_cache_bytes_max < 0:
             raise WrongSetting(f"asm_cache_bytes_max: 0 or more, got {self.asm_cache_bytes_max}")
         try:
-            _ = self.limits, self.policy
+            _ = self.limits, self.policy, self.lookup
         except InvalidArgument as error:
             raise WrongSetting(str(error)) from error
 
@@ -166,6 +173,8 @@ class Settings(ServerSettings):
             raise WrongSetting("engram_prefetch: the vllm engine always prefetches; leave it out")
         if self.golden_check_params_max < 0 or not self.golden_check_difference_max > 0:
             raise WrongSetting("golden_check_params_max is 0 or more, golden_check_difference_max above 0")
+        if self.prefix_index is not LookupIndex.SCAN:
+            raise WrongSetting("prefix_index: the vllm engine's steps would wait while a graph is linked; leave it out")
         if self.vllm_start_seconds_max <= 0:
             raise WrongSetting(f"vllm_start_seconds_max: above 0, got {self.vllm_start_seconds_max}")
         if self.vllm_silent_seconds_max <= 0:
@@ -184,6 +193,14 @@ class Settings(ServerSettings):
     def policy(self) -> WaitPolicy:
         """What requests that say nothing want done about late memory."""
         return WaitPolicy(self.engram_wait_seconds_max, self.engram_late)
+
+    @property
+    def lookup(self) -> LookupSettings:
+        """How long prefixes are looked up."""
+        try:
+            return LookupSettings(self.prefix_lists_probed, self.prefix_guard_percent, self.prefix_index)
+        except InvalidArgument as error:
+            raise WrongSetting(f"prefix_{error}") from error
 
     @property
     def watches_pool(self) -> bool:

@@ -115,6 +115,8 @@ def _memory_config(settings: Settings) -> MemoryConfig:
         prefixes = MemoryConfig(
             tls_cert_file=cert, tls_key_file=cert_key, asm_store=settings.asm_store, asm_key_file=asm_key, asm_tls_root_file=asm_roots,
             prefixes_max=settings.prefixes_max + PREFIXES_CLOSING, prefix_outside_share_max=settings.prefix_outside_share_max,
+            prefix_lists_probed=settings.prefix_lists_probed, prefix_guard_percent=settings.prefix_guard_percent,
+            prefix_index=settings.prefix_index.value,
         )  # fmt: skip
         if not settings.watches_pool:
             return prefixes

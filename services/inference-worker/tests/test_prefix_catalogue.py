@@ -30,6 +30,7 @@ from treadle.contract.deadline import Deadline
 from treadle.contract.dictionary import tensor_name
 from treadle.contract.dictionary_file import PREFIX_KV_FILE, TENSORS_FILE, read_manifest, tensor_offsets
 from treadle.contract.errors import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
+from treadle.contract.lookup_settings import LookupSettings
 from treadle.contract.policy import Late, WaitPolicy
 from treadle.nn.model import CausalLM
 from treadle.nn.model_identity import dictionary_model
@@ -167,6 +168,18 @@ def test_a_choice_before_the_store_has_answered_is_counted_in_the_stores_words(
         catalogue.take(Choice("rules"))
     assert counts.refusals == ["no_store"]
     catalogue.close()
+
+
+def test_prefixes_are_looked_up_as_the_opener_was_told(
+    fake_store: Any, tiny: CausalLM, tiny_folder: Path, made: Callable[..., Path]
+) -> None:
+    kept, mine = fake_store.put(made()), dictionary_model(tiny_folder, tiny.config)
+    opener = PrefixOpener(lambda: mine, tiny.config.positions_max, map_prefix_kv, lookup=LookupSettings(7, 100))
+    prefix = opener.open(fake_store, kept.model, kept.version)
+    for layer in prefix.memory._layers.values():
+        entries = layer.entries  # type: ignore[attr-defined]
+        assert (entries.lists_probed, entries.thresholds.tolist()) == (7, [1.0])
+    prefix.close()
 
 
 def test_a_dictionary_of_another_model_is_refused_by_its_narrowest_field(

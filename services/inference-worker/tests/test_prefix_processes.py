@@ -122,6 +122,27 @@ def test_prefixes_come_change_and_go_and_the_store_with_them(
     assert served.wait(SECONDS) == 0
 
 
+def test_a_workers_settings_say_how_its_prefixes_are_looked_up(
+    start: Any, make_prefix: MakePrefix, prompt: Prompt, tiny_folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("hnswlib", reason="hnswlib is not installed; the third index is not tested: pip install treadle-nn[hnsw]")
+    tokens = prompt(40)
+    _, ready = start("asm_store", "--data-dir", str(tmp_path / "store"))
+    with AsmStore(Endpoint(ready["listen"])) as asm:
+        asm.publish(make_prefix(prompt(50, 100), [tokens], keep_kv=False))
+        outside = {}
+        for percent, index in (("0", "scan"), ("0", "hnsw"), ("100", "scan")):
+            _, listening = start(
+                "inference_worker", "--model", str(tiny_folder), "--engram-pool", "", "--asm-store", ready["listen"],
+                "--prefix-guard-percent", percent, "--prefix-index", index, "--prefix-lists-probed", "4",
+            )  # fmt: skip
+            with Worker(Endpoint(listening["listen"])) as worker:
+                _, _, (report,) = answer(worker, asked(tokens, "rules"))
+                outside[percent, index] = report.lookups_outside
+    assert outside["100", "scan"] > outside["0", "scan"]  # of replays, whose cosines are 1 but for rounding
+    assert outside["0", "hnsw"] == outside["0", "scan"]
+
+
 def test_a_worker_starts_without_its_store_and_finds_it(
     start: Any, make_prefix: MakePrefix, prompt: Prompt, tiny_folder: Path, tmp_path: Path, soon: Soon
 ) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from inference_worker.commands import app
@@ -21,6 +22,7 @@ from treadle.chassis.settings import WrongSetting
 from treadle.client.endpoint import Endpoint
 from treadle.client.worker import Worker
 from treadle.contract.errors import NotFound
+from treadle.contract.lookup_settings import LookupIndex, LookupSettings
 from treadle.contract.policy import Late, TransportChoice, WaitPolicy
 from treadle.inference.v1 import worker_pb2 as pb
 from treadle.nn.model_folder import find_model_folder
@@ -111,6 +113,7 @@ def test_a_wrong_setting_ends_the_start_with_one_line(argv: tuple[str, ...], wor
         {"engine": EngineChoice.VLLM, "engram_model": "kjv", "engram_fusion_weights": Path("fusion.safetensors")},
         {"engine": EngineChoice.VLLM, "golden_check_difference_max": 0.0},
         {"engine": EngineChoice.VLLM, "vllm_start_seconds_max": 0.0},
+        {"engine": EngineChoice.VLLM, "prefix_index": LookupIndex.HNSW},
     ],
 )
 def test_settings_refuse_values_that_do_not_fit(wrong: dict[str, Any]) -> None:
@@ -118,10 +121,37 @@ def test_settings_refuse_values_that_do_not_fit(wrong: dict[str, Any]) -> None:
         Settings(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"prefix_lists_probed": 0}, "^prefix_lists_probed: 1 to 65536, got 0$"),
+        ({"prefix_guard_percent": 101}, "^prefix_guard_percent: 0 to 100, got 101$"),
+        ({"prefix_guard_percent": -1}, "^prefix_guard_percent: 0 to 100"),
+    ],
+)
+def test_settings_of_lookups_are_refused_by_name(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(WrongSetting, match=said):
+        Settings(**wrong)
+
+
+def test_an_index_that_is_not_installed_stops_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from inference_worker.assembly import prefixes_of
+
+    monkeypatch.setitem(sys.modules, "hnswlib", None)
+    settings = Settings(asm_store="127.0.0.1:1", prefix_index=LookupIndex.HNSW)
+    config: Any = None  # not looked at before
+    with (
+        pytest.raises(WrongSetting, match=r"^prefix_index 'hnsw' needs hnswlib: pip install"),
+        prefixes_of(settings, config, tmp_path, CollectorRegistry()),
+    ):
+        pass
+
+
 def test_settings_give_limits_policy_and_whether_there_is_an_engram() -> None:
     settings = Settings(sequences_max=3, engram_wait_seconds_max=0.5, engram_late=Late.FAIL)
     assert settings.limits.sequences_max == 3
     assert settings.policy == WaitPolicy(0.5, Late.FAIL)
+    assert settings.lookup == LookupSettings()
     assert (settings.watches_pool, settings.has_default_memory) == (True, False)
     assert Settings(engram_model="kjv").has_default_memory
     assert not Settings(engram_model="none").has_default_memory

@@ -12,6 +12,7 @@ from typing import Any
 from treadle.client.endpoint import Endpoint
 from treadle.contract.errors import AccessDenied, InvalidArgument
 from treadle.contract.fusion_mode import FusionMode
+from treadle.contract.lookup_settings import GUARD_PERCENT, LISTS_PROBED, LookupIndex, LookupSettings
 from treadle.contract.policy import Late, TransportChoice, WaitPolicy
 from treadle.contract.version import check_name
 
@@ -70,6 +71,9 @@ class MemoryConfig:
     asm_key_file, asm_tls_root_file: as key_file and tls_root_file, of the store
     prefixes_max:      long prefixes held open at once
     prefix_outside_share_max: a prompt with more of its lookups outside the calibration is off its dictionary's task; 1: none is
+    prefix_lists_probed: lists that a lookup scans in a dictionary of two levels
+    prefix_guard_percent: a lookup is outside that is less like its entry than all but so many per cent of the layer's calibration were
+    prefix_index:      scan, or hnsw: a graph of the keys, linked when a prefix is opened: no step runs meanwhile
     """
 
     engram_pool: str = ""
@@ -90,6 +94,9 @@ class MemoryConfig:
     asm_tls_root_file: str = ""
     prefixes_max: int = 16
     prefix_outside_share_max: float = 0.9
+    prefix_lists_probed: int = LISTS_PROBED
+    prefix_guard_percent: int = GUARD_PERCENT
+    prefix_index: str = LookupIndex.SCAN.value
 
     def __post_init__(self) -> None:
         _one_of("transport", self.transport, [choice.value for choice in TransportChoice])
@@ -104,6 +111,7 @@ class MemoryConfig:
             raise InvalidArgument(f"{KEY}.prefixes_max: 1 to {MEMORIES_MAX}, got {self.prefixes_max!r}")
         if not 0 <= _number("prefix_outside_share_max", self.prefix_outside_share_max) <= 1:
             raise InvalidArgument(f"{KEY}.prefix_outside_share_max: 0 to 1, got {self.prefix_outside_share_max}")
+        _ = self.lookup  # checks it
         if self.default is not None and not self.engram_pool:
             raise InvalidArgument(f"{KEY}.default_memory: {self.default_memory!r} without engram_pool, which says where it is")
 
@@ -132,6 +140,14 @@ class MemoryConfig:
     def default(self) -> Choice | None:
         """The memory of requests that do not choose."""
         return Choice.parse(self.default_memory, f"{KEY}.default_memory")
+
+    @property
+    def lookup(self) -> LookupSettings:
+        """How long prefixes are looked up."""
+        try:
+            return LookupSettings(self.prefix_lists_probed, self.prefix_guard_percent, self.prefix_index)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{KEY}.prefix_{error}") from error
 
     @property
     def mode(self) -> FusionMode:

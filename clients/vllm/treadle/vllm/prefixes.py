@@ -17,7 +17,9 @@ from treadle.client.asm import AsmStore, MappedDictionary, map_folder
 from treadle.contract.dictionary import Dictionary, DictionaryModel
 from treadle.contract.dictionary_file import check_numbers
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound, ResourceExhausted
+from treadle.contract.lookup_settings import LookupIndex, LookupSettings
 from treadle.nn.config import ModelConfig
+from treadle.nn.entry_search import check_hnswlib
 from treadle.nn.model_identity import dictionary_model
 from treadle.nn.prefix_memory import PrefixMemory
 from treadle.nn.rope import Rope
@@ -35,11 +37,17 @@ class HeldPrefix:
     kv: the exact KV [layers, 2, kv_heads, tokens, head_dim], where it lies; None: none is kept
     """
 
-    def __init__(self, mapped: MappedDictionary) -> None:
+    def __init__(self, mapped: MappedDictionary, lookup: LookupSettings) -> None:
         self._mapped = mapped
         self.dictionary: Dictionary = mapped.dictionary
         self.choice = Choice(mapped.name, mapped.version)
-        self.memory = PrefixMemory(mapped.dictionary, mapped.tensors)
+        self.memory = PrefixMemory(
+            mapped.dictionary,
+            mapped.tensors,
+            lists_probed=lookup.lists_probed,
+            guard_percent=lookup.guard_percent,
+            index=lookup.index,
+        )
         self.kv = None if mapped.prefix_kv_path is None else _map_kv(mapped.prefix_kv_path, mapped.dictionary)
         self.holds = self.requests = 0
 
@@ -69,6 +77,9 @@ class Prefixes:
     """
 
     def __init__(self, config: MemoryConfig, folder: Path) -> None:
+        """Raises NotFound where the index that `config` names is not installed."""
+        if config.lookup.index == LookupIndex.HNSW:
+            check_hnswlib()
         self._config, self._folder = config, folder
         self._open: dict[Choice, HeldPrefix] = {}
 
@@ -158,7 +169,7 @@ class Prefixes:
             self._check(mapped.dictionary.model, checked)
             if not checked:
                 check_numbers(mapped.tensors, mapped.dictionary)
-            held = HeldPrefix(mapped)
+            held = HeldPrefix(mapped, self._config.lookup)
         except BaseException:
             mapped.close()
             raise

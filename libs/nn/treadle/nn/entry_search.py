@@ -13,15 +13,21 @@ from treadle.kernels.entry_states_reference import as_numbers
 GRAPH_LINKS, GRAPH_BUILD_EF, GRAPH_EF = 16, 200, 64  # hnswlib's M, ef_construction and ef
 
 
+def check_hnswlib() -> Any:
+    """The library. Raises NotFound where it is not installed."""
+    try:
+        import hnswlib
+    except ImportError as error:
+        raise NotFound("index 'hnsw' needs hnswlib: pip install treadle-nn[hnsw], or choose index 'scan'") from error
+    return hnswlib
+
+
 class GraphSearch:
     """An hnswlib graph of each codebook's keys (arXiv 1603.09320): a few hundred products a query, and now and then not the nearest entry."""
 
     def __init__(self, keys: NDArray[Any], key_scales: NDArray[np.float16] | None, seed: int) -> None:
         """Copies and links all keys, [B, K, D]: seconds for 10,000 entries. Raises NotFound where hnswlib is not installed."""
-        try:
-            import hnswlib
-        except ImportError as error:
-            raise NotFound("index 'hnsw' needs hnswlib: pip install treadle-nn[hnsw], or choose index 'scan'") from error
+        hnswlib = check_hnswlib()
         self._graphs = []
         for book in range(len(keys)):
             graph = hnswlib.Index(space="ip", dim=keys.shape[2])

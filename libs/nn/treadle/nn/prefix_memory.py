@@ -9,23 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treadle.contract.checks import expect, is_int
-from treadle.contract.dictionary import LISTS_MAX, LOG_BASE, QUANTILES, Dictionary, Positions, tensor_name
+from treadle.contract.dictionary import LOG_BASE, Dictionary, Positions, tensor_name
+from treadle.contract.lookup_settings import GUARD_PERCENT, LISTS_PROBED, LookupIndex, LookupSettings
 from treadle.kernels import EntryArrays, EntryStates, FoundEntries, entry_states_reference
 from treadle.nn.entry_search import GraphSearch
 from treadle.nn.lookup_keys import lookup_queries
 from treadle.nn.matched_keys import MATCHED_PARTS, MatchedKeys
 from treadle.nn.rope import Rope
 
-LISTS_PROBED = 16  # the paper's top-m
-GUARD_PERCENT = 50  # a lookup is outside where its cosine is less than that of all but so many per cent of the calibration
 OUTSIDE_SHARE_MAX = 0.9  # of a request's lookups; above it the request is off the dictionary's task (docs/decisions/0033)
 
 
@@ -62,22 +60,16 @@ class PrefixMemory:
         *,
         lists_probed: int = LISTS_PROBED,
         guard_percent: int = GUARD_PERCENT,
-        index: Literal["scan", "hnsw"] = "scan",
+        index: LookupIndex | str = LookupIndex.SCAN,
     ) -> None:
-        """tensors:       as `map_tensors` gives them; they must outlive this object
-        lists_probed:  of a two-level lookup; a dictionary without lists scans all entries
-        guard_percent: 0 to 100, which calibration quantile a cosine must reach; 0: nearly nothing is outside
-        index:         `hnsw` links the keys to a graph at once, and needs hnswlib
+        """tensors: as `map_tensors` gives them; they must outlive this object
+        lists_probed, guard_percent, index: see LookupSettings; `hnsw` links the keys to a graph at once
         Raises InvalidArgument (a setting is out of range), NotFound (hnsw without hnswlib).
         """
-        expect(is_int(lists_probed, 1, LISTS_MAX), f"lists_probed: 1 to {LISTS_MAX}, got {lists_probed!r}")
-        expect(is_int(guard_percent, 0, QUANTILES - 1), f"guard_percent: 0 to {QUANTILES - 1}, got {guard_percent!r}")
-        expect(index in ("scan", "hnsw"), f"index: scan or hnsw, got {index!r}")
+        settings = LookupSettings(lists_probed, guard_percent, index)
         self.dictionary = dictionary
         self.layers = frozenset(dictionary.layers)
-        self._layers = {
-            layer: _opened(dictionary, tensors, layer, lists_probed, guard_percent, index) for layer in dictionary.layers
-        }
+        self._layers = {layer: _opened(dictionary, tensors, layer, settings) for layer in dictionary.layers}
         self._matched = {
             layer: MatchedKeys.at_rest(*(tensors[tensor_name(layer, name)] for name in MATCHED_PARTS))
             for layer in (dictionary.layers if dictionary.settings.matched_keys else ())
@@ -147,9 +139,7 @@ class PrefixUse:
         return self.lookups_outside > share_max * self.lookups
 
 
-def _opened(
-    dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, lists_probed: int, guard_percent: int, index: str
-) -> _Layer:
+def _opened(dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, settings: LookupSettings) -> _Layer:
     def part(name: str) -> NDArray[Any] | None:
         tensor = tensors.get(tensor_name(layer, name))
         return None if tensor is None else np.ascontiguousarray(tensor)  # those of a file are
@@ -158,9 +148,9 @@ def _opened(
         np.ascontiguousarray(tensors[tensor_name(layer, name)]) for name in ("keys", "states", "log_z", "cosine_quantiles")
     )
     entries = EntryArrays(
-        keys, states, log_z, quantiles[:, guard_percent].copy(), np.array(dictionary.heads_of_lookups, dtype=np.int32),
-        part("key_scales"), part("state_scales"), part("list_keys"), part("list_starts"), lists_probed, part("whitening"),
+        keys, states, log_z, quantiles[:, settings.guard_percent].copy(), np.array(dictionary.heads_of_lookups, dtype=np.int32),
+        part("key_scales"), part("state_scales"), part("list_keys"), part("list_starts"), settings.lists_probed, part("whitening"),
     )  # fmt: skip
-    if index == "scan":
+    if settings.index == LookupIndex.SCAN:
         return EntryStates(entries)
     return entry_states_reference.EntryStates(entries, GraphSearch(keys, entries.key_scales, dictionary.settings.seed).find)

@@ -1,6 +1,7 @@
 """States of queries, for those who cannot map: whitening, joining, the nearest entry, its state. numpy and the leaf kernel.
 
-Owns the mapped tensors of versions that were asked lately. The same as `treadle.nn.prefix_memory` finds, without torch.
+Owns the mapped tensors of versions that were asked lately. The same as `treadle.nn.prefix_memory` finds that scans and probes as
+many lists, without torch.
 Source: arXiv 2605.18226, equations 6 to 8.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from treadle.contract.dictionary import Dictionary, DictionaryModel
 from treadle.contract.dictionary_file import check_numbers
 from treadle.contract.errors import DataLoss, DeadlineExceeded, FingerprintMismatch, NotFound, TreadleError, Unavailable
 from treadle.contract.fingerprint import Fingerprint
+from treadle.contract.lookup_settings import LookupSettings
 from treadle.nn.prefix_memory import PrefixMemory
 
 log = logging.getLogger("treadle.worker")
@@ -37,12 +38,14 @@ class PrefixOpener:
     positions_max:  positions of the language model
     map_kv:         maps the file of an exact KV whose sha256 it is given; raises DataLoss
     host:           the process that runs the model; None: this one
+    lookup:         how the prefixes are looked up
     """
 
     language_model: Callable[[], DictionaryModel]
     positions_max: int
     map_kv: Callable[[Path, str], Tensor]
     host: PrefixHost | None = None
+    lookup: LookupSettings = field(default_factory=LookupSettings)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -101,13 +104,20 @@ class PrefixOpener:
         try:
             _check_aligned(mapped)
             check_numbers(mapped.tensors, mapped.dictionary)
-            memory, kv = PrefixMemory(mapped.dictionary, mapped.tensors), self._exact(mapped)
+            memory, kv = self._memory(mapped), self._exact(mapped)
             if self.host is not None:
                 self.host.open(mapped)
             return OpenPrefix(mapped, memory, kv, self.host)
         except BaseException:
             mapped.close()
             raise
+
+    def _memory(self, mapped: MappedPrefix) -> PrefixMemory:
+        chosen = self.lookup
+        return PrefixMemory(
+            mapped.dictionary, mapped.tensors, lists_probed=chosen.lists_probed, guard_percent=chosen.guard_percent,
+            index=chosen.index,
+        )  # fmt: skip
 
     def _exact(self, mapped: MappedPrefix) -> PrefixKV | None:
         path, digest = mapped.prefix_kv_path, mapped.dictionary.prefix_kv
