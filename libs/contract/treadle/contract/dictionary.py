@@ -21,7 +21,7 @@ then hold what an entry's queries have beyond it (differences of outputs and of 
 
     layers.L.matched_keys      [kv_heads, n, head_dim]  of the prefix, rotated where they stand; F32 in a dictionary of F32 rows, else BF16
     layers.L.matched_values    [kv_heads, n, head_dim]  of the same dtype
-    layers.L.matched_biases    [kv_heads, n] F32        added to q k / sqrt(head_dim)
+    layers.L.matched_biases    [kv_heads, n] F32        added to q k / sqrt(head_dim); finite: every key counts
 
 Source: arXiv 2605.18226, equations 4 to 8; what it leaves open is settled in docs/decisions/0033. Matched keys: docs/decisions/0039.
 """

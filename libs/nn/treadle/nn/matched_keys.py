@@ -24,7 +24,10 @@ ROWS_AT_ONCE = 512  # of queries: scores of 512 rows, 9 heads and 128 keys take 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MatchedKeys:
-    """Of one layer, fp32. keys (rotated), values: [KV, n, head_dim]; biases: [KV, n], added to the scaled score; -inf: no key."""
+    """Of one layer, fp32. keys (rotated), values: [KV, n, head_dim]; biases: [KV, n], added to the scaled score.
+
+    -inf as a bias would be no key; those of a dictionary are finite, and `check_numbers` refuses others.
+    """
 
     keys: Tensor
     values: Tensor
