@@ -87,6 +87,11 @@ def test_a_batch_is_measured_in_pairs_with_every_lookup_of_its_decoding_steps(be
     assert lookup.n == 8 * 3 * bench.model.config.layers
     assert 0 < lookup.median <= lookup.p99
     assert [goal.met for goal in goals if "KV" in goal.text] == [True]
+    kept = {row.params["what"]: row.median for row in rows if row.name == serve.DICTIONARY and row.unit == "MB"}
+    assert kept == {
+        "KV for the prefix": 0, "copied for all sequences": 0,  # it has no matched keys
+        "mapped for all sequences": bench.memory.dictionary.nbytes / 1e6,
+    }  # fmt: skip
 
 
 def test_full_prefill_is_a_baseline_of_its_own_at_batch_1(bench: serve.Bench) -> None:

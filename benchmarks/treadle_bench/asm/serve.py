@@ -141,7 +141,8 @@ def measure(*, quick: bool, dictionary: Path | None, model_dir: Path | None) -> 
             measured, judged = _measure_batch(bench, batch, ROUNDS_QUICK if quick else ROUNDS)
             rows += measured
             goals += judged
-    size = f"{manifest.settings.entries} entries, {manifest.settings.dtype}, {manifest.nbytes / 1e6:.0f} MB"
+    kept = f"{manifest.nbytes / 1e6:.0f} MB mapped and {memory.copied_bytes / 1e6:.0f} MB copied, for all sequences"
+    size = f"{manifest.settings.entries} entries, {manifest.settings.dtype}, {kept}"
     return rows, goals, [f"dictionary: {size}; the prefix KV takes {bench.block.nbytes / 1e6:.0f} MB a sequence"]
 
 
@@ -179,7 +180,14 @@ def _measure_batch(bench: Bench, batch: int, rounds: int) -> tuple[list[Row], li
     )
     held = {way: max(each.prefix_bytes for each in rounds_of.values()) / 1e6 for way, rounds_of in answered.items()}
     held_rows = [Row(way, {"what": "KV for the prefix", **shape}, "MB", held[way], held[way], rounds) for way in ways]
+    held_rows += _kept_rows(bench.memory)
     return [*ttft_rows, *rate_rows, *held_rows, lookup], _goals(batch, ttft_rows, rate_rows, held[DICTIONARY])
+
+
+def _kept_rows(memory: PrefixMemory) -> list[Row]:
+    """What a dictionary takes in place of KV, once for all sequences: its file, mapped by all processes, and what each of them copies."""
+    kept = {"mapped": memory.dictionary.nbytes / 1e6, "copied": memory.copied_bytes / 1e6}
+    return [Row(DICTIONARY, {"what": f"{how} for all sequences"}, "MB", size, size, 1) for how, size in kept.items()]
 
 
 def _goals(batch: int, ttft_rows: list[Row], rate_rows: list[Row], held_mb: float) -> list[Goal]:

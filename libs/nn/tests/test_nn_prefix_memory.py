@@ -115,6 +115,9 @@ def test_a_graph_finds_nearly_all_that_a_scan_finds(tiny: CausalLM, states: Any,
     queries = near_queries(states, MANY)
     scan, graph = found(PrefixMemory(*made), queries), found(PrefixMemory(*made, index="hnsw"), queries)
     assert (scan.log_z == graph.log_z).float().mean() > 0.97
+    keys = 4 * sum(made[1][tensor_name(layer, "keys")].size for layer in made[0].layers)
+    assert PrefixMemory(*made).copied_bytes == 0
+    assert PrefixMemory(*made, index="hnsw").copied_bytes > keys
     torch.testing.assert_close(graph.cosines, scan.cosines, atol=2e-2, rtol=0)
     with pytest.raises(InvalidArgument, match="NaN"):
         found(PrefixMemory(*made, index="hnsw"), queries * torch.nan)

@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from inference_worker.adapters.prefix_kv_file import map_prefix_kv
+from inference_worker.adapters.prefix_metrics import PrefixMetrics
 from inference_worker.domain.errors import PrefixMisfit
 from inference_worker.domain.lease import Lease
 from inference_worker.domain.memory_status import NoCatalogue
@@ -26,15 +28,17 @@ from inference_worker.domain.prefix_opening import PrefixOpener
 from inference_worker.domain.request import Request
 from inference_worker.domain.request_leases import LeaseDesk
 from inference_worker.domain.resident_versions import Choice
+from treadle.client.asm import map_folder
 from treadle.contract.deadline import Deadline
 from treadle.contract.dictionary import tensor_name
-from treadle.contract.dictionary_file import PREFIX_KV_FILE, TENSORS_FILE, read_manifest, tensor_offsets
+from treadle.contract.dictionary_file import PREFIX_KV_FILE, TENSORS_FILE, read_manifest, tensor_info, tensor_offsets, write_folder
 from treadle.contract.errors import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
 from treadle.contract.lookup_settings import LookupSettings
 from treadle.contract.policy import Late, WaitPolicy
 from treadle.nn.model import CausalLM
 from treadle.nn.model_identity import dictionary_model
 
+KEPT = 6  # matched keys
 Make = Callable[..., PrefixCatalogue]
 MakePrefix = Callable[..., Path]
 Soon = Callable[[Callable[[], bool]], None]
@@ -168,6 +172,33 @@ def test_a_choice_before_the_store_has_answered_is_counted_in_the_stores_words(
         catalogue.take(Choice("rules"))
     assert counts.refusals == ["no_store"]
     catalogue.close()
+
+
+def test_what_an_open_prefix_copies_is_counted_beside_what_it_maps(
+    fake_store: Any, prefix_catalogues: Make, made: Callable[..., Path], tiny: CausalLM, tmp_path: Path
+) -> None:
+    fake_store.put(_with_matched_keys(made(), tmp_path, tiny))
+    catalogue, registry = prefix_catalogues(), CollectorRegistry()
+    PrefixMetrics(registry).watch(catalogue)
+    assert registry.get_sample_value("treadle_worker_prefix_copied_bytes") == 0
+    opened(catalogue)
+    config = tiny.config
+    copied = config.layers * config.kv_heads * KEPT * (2 * config.head_dim + 1) * 4  # keys, values and biases
+    assert registry.get_sample_value("treadle_worker_prefix_copied_bytes") == copied
+
+
+def _with_matched_keys(folder: Path, out: Path, tiny: CausalLM) -> Path:
+    """The dictionary of a folder, with matched keys of noise."""
+    found, chance, config = map_folder(folder), np.random.default_rng(1), tiny.config
+    tensors = dict(found.tensors)
+    for layer in found.dictionary.layers:
+        for part, shape in (("keys", (config.head_dim,)), ("values", (config.head_dim,)), ("biases", ())):
+            name = tensor_name(layer, f"matched_{part}")
+            tensors[name] = chance.standard_normal((config.kv_heads, KEPT, *shape), dtype=np.float32)
+    infos = tuple((name, tensor_info(rows, "I32" if rows.dtype == np.int32 else "F32")) for name, rows in sorted(tensors.items()))
+    settings = replace(found.dictionary.settings, matched_keys=KEPT)
+    write_folder(out, replace(found.dictionary, settings=settings, tensors=infos, prefix_kv=None), tensors)
+    return out
 
 
 def test_prefixes_are_looked_up_as_the_opener_was_told(

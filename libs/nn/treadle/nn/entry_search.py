@@ -36,6 +36,11 @@ class GraphSearch:
             graph.set_ef(GRAPH_EF)
             self._graphs.append(graph)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs take, the copied keys among them."""
+        return sum(int(graph.index_file_size()) for graph in self._graphs)
+
     def find(self, queries: NDArray[np.float32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         """For queries [B, N, D] of length 1, C-contiguous: the entry of each in its codebook int32 [B, N], and its cosine fp32 [B, N].
 

@@ -38,6 +38,11 @@ class MatchedKeys:
         """From a dictionary's tensors, fp32 or bf16 bits; copied, for there are few."""
         return cls(_widened(keys), _widened(values), torch.from_numpy(np.array(biases)))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return self.keys.nbytes + self.values.nbytes + self.biases.nbytes
+
     def state(self, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """(a fp32 [T, H, head_dim], log_z fp32 [T, H]) of queries [T, H, head_dim] after RoPE; a = 0, log_z = -inf for a head without keys."""
         if len(rotated) <= ROWS_BY_TOKEN and rotated.dtype == torch.float32 and self.keys.numel():

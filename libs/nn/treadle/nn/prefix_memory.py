@@ -69,11 +69,18 @@ class PrefixMemory:
         settings = LookupSettings(lists_probed, guard_percent, index)
         self.dictionary = dictionary
         self.layers = frozenset(dictionary.layers)
-        self._layers = {layer: _opened(dictionary, tensors, layer, settings) for layer in dictionary.layers}
+        opened = {layer: _opened(dictionary, tensors, layer, settings) for layer in dictionary.layers}
+        self._layers = {layer: searched for layer, (searched, _) in opened.items()}
+        self._graph_bytes = sum(graph_bytes for _, graph_bytes in opened.values())
         self._matched = {
             layer: MatchedKeys.at_rest(*(tensors[tensor_name(layer, name)] for name in MATCHED_PARTS))
             for layer in (dictionary.layers if dictionary.settings.matched_keys else ())
         }
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that this object keeps beside the borrowed tensors: matched keys in fp32, and the graphs of `hnsw`."""
+        return self._graph_bytes + sum(matched.nbytes for matched in self._matched.values())
 
     @property
     def position_offset(self) -> int:
@@ -139,7 +146,11 @@ class PrefixUse:
         return self.lookups_outside > share_max * self.lookups
 
 
-def _opened(dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, settings: LookupSettings) -> _Layer:
+def _opened(
+    dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, settings: LookupSettings
+) -> tuple[_Layer, int]:
+    """A layer as it is looked up, and the bytes of its graph."""
+
     def part(name: str) -> NDArray[Any] | None:
         tensor = tensors.get(tensor_name(layer, name))
         return None if tensor is None else np.ascontiguousarray(tensor)  # those of a file are
@@ -152,5 +163,6 @@ def _opened(dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: 
         part("key_scales"), part("state_scales"), part("list_keys"), part("list_starts"), settings.lists_probed, part("whitening"),
     )  # fmt: skip
     if settings.index == LookupIndex.SCAN:
-        return EntryStates(entries)
-    return entry_states_reference.EntryStates(entries, GraphSearch(keys, entries.key_scales, dictionary.settings.seed).find)
+        return EntryStates(entries), 0
+    graph = GraphSearch(keys, entries.key_scales, dictionary.settings.seed)
+    return entry_states_reference.EntryStates(entries, graph.find), graph.nbytes

@@ -41,6 +41,9 @@ class PrefixMetrics:
 
         gauge("prefix_versions_open", "Prefix versions that are open").set_function(lambda: catalogue.open_count)
         gauge("prefix_mapped_bytes", "Bytes of their files that are mapped").set_function(lambda: catalogue.mapped_bytes)
+        gauge("prefix_copied_bytes", "Bytes of them in this process's own memory: matched keys as fp32, graphs").set_function(
+            lambda: catalogue.copied_bytes
+        )
         gauge("asm_store_answers", "1 while the asm-store answers, else 0").set_function(lambda: catalogue.source_answers)
 
     def watch_cache(self, cache: DictionaryCache) -> None:

@@ -44,6 +44,11 @@ class OpenPrefix:
         return self.model.nbytes + (self.kv.nbytes if self.kv is not None else 0)
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of it in this process's own memory."""
+        return self.memory.copied_bytes
+
+    @property
     def positions_before(self) -> int:
         """Most positions before a request's own tokens, whether the dictionary answers it or the exact KV."""
         return self.tokens if self.kv is not None else self.memory.position_offset

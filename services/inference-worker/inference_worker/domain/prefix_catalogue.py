@@ -56,6 +56,11 @@ class PrefixCatalogue(OpenVersions[Dictionary, OpenPrefix]):
         """Bytes of files that are mapped, of all open versions."""
         return sum(memory.mapped_bytes for standing in self.standings()[0] for memory in standing.open)
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of open versions in this process's own memory."""
+        return sum(memory.copied_bytes for standing in self.standings()[0] for memory in standing.open)
+
     def prefixes(self) -> list[PrefixStatus]:
         """Every prefix by name; where the store has never answered, one without a name that says why."""
         standings, unheard = self.standings()

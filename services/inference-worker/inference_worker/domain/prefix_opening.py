@@ -94,7 +94,8 @@ class PrefixOpener:
         if isinstance(opened, TreadleError):
             log.warning("prefix not opened", extra=fields | {"reason": str(opened)})
         else:
-            log.info("prefix opened", extra=fields | {"tokens": opened.tokens, "mapped_bytes": opened.mapped_bytes})
+            told = {"tokens": opened.tokens, "mapped_bytes": opened.mapped_bytes, "copied_bytes": opened.copied_bytes}
+            log.info("prefix opened", extra=fields | told)
         return opened
 
     def open(self, store: DictionaryStore, dictionary: Dictionary, version: str) -> OpenPrefix:
