@@ -74,6 +74,11 @@ def test_under_three_times_the_load_everybody_is_answered_or_told_to_come_back(m
     report = overload.run(overload.Plan(seconds=3.0, settle_seconds=1.0, loads=(1.1,), model=model))
     assert report.counts["refused, 3x"] > 0
     assert report.counts["answered, 3x"] > 0
+    assert report.counts["refused, 3x, defaults"] > 0
+    assert report.counts["answered, 3x, defaults"] > 0
+    assert goal(report, "p99 of the time to a first token at 3x / at 80 %, gateway's defaults") > 0
+    assert goal(report, "goodput at 3x / peak, gateway's defaults") > 0
+    assert sum(note.endswith(", defaults") for note in report.notes) == 1
     assert goal(report, "neither answered nor told to come back") == 0, report.reasons
 
 
