@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from treadle.contract.errors import NotFound
 from treadle_loadtests import cancel, chat, overload, rolling, trace
+from treadle_loadtests.calls import Seen
 from treadle_loadtests.report import Report
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|im_end|>' }}{% endfor %}"
@@ -67,6 +68,17 @@ def test_workers_are_restarted_and_no_request_fails(model: str) -> None:
     assert report.counts["restarts"] == 2
     assert report.counts["requests"] > 10
     assert report.met, report.lines()
+
+
+async def test_restarts_that_are_quick_are_followed_by_requests_until_there_were_enough() -> None:
+    async def call(number: int) -> Seen:
+        return Seen(str(number))
+
+    async def nothing() -> None:
+        pass
+
+    seen = await rolling._under_load(call, 1000.0, nothing(), 50)
+    assert [each.request_id for each in seen] == [str(number) for number in range(50)]
 
 
 @pytest.mark.slow

@@ -29,7 +29,8 @@ TOKENS = 16
 SECONDS_MAX = 600.0  # of one part
 REST_SECONDS = 0.5  # of load between two restarts
 ANYWHERE = {"metrics_listen": "127.0.0.1:0"}
-REAL_RATE, REAL_TOKENS = 1.0, 8
+REAL_RATE, REAL_TOKENS = 4.0, 8  # 32 tokens a second: half of what one worker makes on one core while the other is restarted
+REAL_REQUESTS = 50  # at least: restarts that are quick are followed by requests, too
 DRAIN_SECONDS = 35.0  # of a worker: less than the time after which it is killed, and enough for a batch on a busy machine
 PATIENCE_SECONDS = 60.0  # for a place at the one worker that is left: it is not its speed that is asked for
 
@@ -67,6 +68,7 @@ async def _play(plan: Plan, report: Report) -> None:
         await _real(report, services)
     report.goals += [
         Goal("requests to real workers that failed", report.counts["requests to real workers_failed"], 0),
+        Goal("requests to real workers", report.counts["requests to real workers"], REAL_REQUESTS, at_least=True),
         Goal("restarts of real workers and their pool", report.counts["restarts, real"], 3, at_least=True),
     ]
 
@@ -134,7 +136,7 @@ async def _real(report: Report, services: Services) -> None:
             await _restarted(services, workers[1].name, took, _worker_answers)
 
         async with bar("two real workers and a pool", 60.0):
-            seen = await _under_load(call, REAL_RATE, restarts())
+            seen = await _under_load(call, REAL_RATE, restarts(), REAL_REQUESTS)
         http.close()
         count_calls(report, "requests to real workers", seen)
         report.counts |= {"restarts, real": len(took), "degraded, real": sum(each.degraded for each in seen)}
@@ -144,11 +146,17 @@ async def _real(report: Report, services: Services) -> None:
         shutil.rmtree(segments, ignore_errors=True)
 
 
-async def _under_load(call: Callable[[int], Awaitable[Seen]], rate: float, work: Awaitable[None]) -> list[Seen]:
-    """Calls until `work` is done, and a little longer."""
-    working = asyncio.ensure_future(work)
+async def _under_load(call: Callable[[int], Awaitable[Seen]], rate: float, work: Awaitable[None], calls_min: int = 0) -> list[Seen]:
+    """Calls until `work` is done and there were so many, and a little longer."""
+    working, calls = asyncio.ensure_future(work), 0
+
+    def counted(number: int) -> Awaitable[Seen]:
+        nonlocal calls
+        calls = number + 1
+        return call(number)
+
     try:
-        return await at_rate(call, rate, SECONDS_MAX, enough=working.done)
+        return await at_rate(counted, rate, SECONDS_MAX, enough=lambda: working.done() and calls >= calls_min)
     finally:
         await asyncio.wait_for(working, SECONDS_MAX)
 
