@@ -89,5 +89,5 @@ class Chat:
             return ERROR if self.code else UNCLEAR
         if not answer["treadle"]["degraded"]:
             return WHOLE
-        self.because = next((memory["missing_because"] for memory in answer["treadle"]["memory"] if memory["rows_missing"]), "")
+        self.because = next((memory["missing_because"] for memory in answer["treadle"]["memory"] if memory["missing_because"]), "")
         return DEGRADED

@@ -159,8 +159,9 @@ def faults(
     save: Save = None,
     model: Annotated[str, typer.Option(help="A model's name or folder; none: a tiny one.")] = "",
 ) -> None:
-    """Pool and workers are dead, frozen or slow while chats are read and answered: none hangs. Exit code 1 where a goal is missed."""
-    from treadle_loadtests.faults import ALL_CELLS, QUICK_CELLS, plan_of, run
+    """Pool, workers and store are dead, frozen or slow while chats are read and answered: none hangs. Exit code 1 where a goal is missed."""
+    from treadle_loadtests.fault_cells import ALL_CELLS, QUICK_CELLS
+    from treadle_loadtests.faults import plan_of, run
 
     _finish(run(plan_of(model, QUICK_CELLS if quick else ALL_CELLS)), json, save)
 

@@ -1,8 +1,9 @@
-"""Whatever is dead, frozen or slow, every chat ends: pool and workers struck while answers are read and written.
+"""Whatever is dead, frozen or slow, every chat ends: pool, workers and store struck while prompts are read and answers written.
 
-A gateway, two workers with the embedded engine and a pool, all real. In each cell some chats begin, half of them streams; once they
-are where the cell wants them, one process is killed, stopped, or run a fifth of the time, until all chats have ended. Then it is
-healed, and the next cell begins when all is well.
+A gateway, two workers with the embedded engine, a pool and a store of long prefixes, all real. In each cell some chats begin, half of
+them streams; once they are where the cell wants them, one process is killed, stopped, or run a fifth of the time, until all chats have
+ended. Then it is healed, and the next cell begins when all is well. Where it is the store, half of the chats have a prefix that is open,
+and more begin after the blow: behind it, without one, and behind a prefix that nobody has opened yet.
 """
 
 from __future__ import annotations
@@ -13,53 +14,32 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from treadle.cli.supervisor import ServiceSpec
 from treadle.client import Fabric
 from treadle.contract import TreadleError
-from treadle_bench.report import Goal
-from treadle_loadtests.chats import DEGRADED, ERROR, HUNG, UNCLEAR, WHOLE, Chat
+from treadle.inference.v1.worker_pb2 import StatusResponse
+from treadle_loadtests.chats import WHOLE, Chat
+from treadle_loadtests.fault_cells import ALL_CELLS, POOL, STORE, WORKER, Cell
+from treadle_loadtests.fault_goals import INSISTING, OPEN_PREFIX, Ended
 from treadle_loadtests.report import Report
 from treadle_loadtests.stage import STOP_SECONDS, ScenarioFailed, Stage, child_environment, free_port
 from treadle_loadtests.tiny_model import memory_template, write_tiny_model
+from treadle_loadtests.tiny_prefix import model_of, write_tiny_prefix
 
-POOL, STRUCK, OTHER, GATEWAY = "pool", "worker-1", "worker-2", "gateway"
-TARGETS, FAULTS, PHASES, TRANSPORTS = ("pool", "worker"), ("dead", "frozen", "slow"), ("prefill", "decode"), ("mapped", "socket")
+STRUCK, OTHER, GATEWAY = "worker-1", "worker-2", "gateway"
+PROCESSES = {POOL: POOL, WORKER: STRUCK, STORE: STORE}  # whom a blow to a target hits
 STOPPED_SECONDS, RUNNING_SECONDS = 0.2, 0.05  # of a slow process, in turns
 DECODE_FACTOR = 2
 PIECES_BEFORE = 3  # a chat that has so many is being decoded
+SHORT_CHARACTERS = 200
 WELL_SECONDS = 60.0  # within which all must be well again after a cell
 READY_SECONDS = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One square of the matrix."""
-
-    transport: str
-    target: str
-    fault: str
-    phase: str
-
-    @property
-    def name(self) -> str:
-        """What it is called in the report."""
-        return f"{self.transport} {self.target} {self.fault} {self.phase}"
-
-
-ALL_CELLS = tuple(Cell(*square) for square in product(TRANSPORTS, TARGETS, FAULTS, PHASES))
-QUICK_CELLS = (
-    Cell("socket", "pool", "frozen", "decode"), Cell("socket", "pool", "dead", "prefill"),
-    Cell("socket", "worker", "frozen", "prefill"), Cell("socket", "worker", "frozen", "decode"),
-    Cell("socket", "worker", "dead", "decode"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +47,9 @@ class Plan:
     """How much.
 
     model:  a name or folder, "" a tiny one
-    chats:  in each cell
-    silence_seconds: of a worker that the gateway bears; more than the 3 s that a memory is waited for in vain, and a step
+    chats:  that begin before the blow of a cell
+    silence_seconds: of a worker that the gateway bears; more than the 3 s that a memory is waited for in vain, and a step. So soon
+                     a chat must be told that its prefix cannot be had, too
     tokens: of each answer; DECODE_FACTOR times as many where answers are struck, so that they are not over before
     """
 
@@ -90,23 +71,22 @@ def plan_of(model: str, cells: tuple[Cell, ...]) -> Plan:
 def run(plan: Plan) -> Report:
     """All cells of one transport, then of the next."""
     report = Report("faults", {"cells": len(plan.cells), "chats": plan.chats, "model": plan.model or "tiny", "workers": 2})
-    matrix = Matrix(plan, report)
+    matrix = Matrix(plan)
     for transport in dict.fromkeys(cell.transport for cell in plan.cells):
         stage = Stage(0, ())
         try:
             matrix.play(stage, transport)
         finally:
             stage.clear()
-    matrix.judge()
+    Ended(matrix.ended).judge(report, len(plan.cells), plan.silence_seconds)
     return report
 
 
 @dataclass(slots=True)
 class Matrix:
-    """Plays cells and writes down how each chat ended."""
+    """Plays cells and keeps how each chat ended."""
 
     plan: Plan
-    report: Report
     ended: dict[Cell, list[Chat]] = field(default_factory=dict)
     stage: Stage = field(init=False)
     addresses: dict[str, str] = field(default_factory=dict)
@@ -114,50 +94,19 @@ class Matrix:
     def play(self, stage: Stage, transport: str) -> None:
         """Start everything, play the cells of one transport, stop everything."""
         self.stage = stage
-        self.addresses = {name: f"127.0.0.1:{free_port()}" for name in (STRUCK, OTHER, GATEWAY)}
+        self.addresses = {name: f"127.0.0.1:{free_port()}" for name in (STRUCK, OTHER, GATEWAY, STORE)}
         folder = self._model_folder()
-        pool = stage.pool_spec(POOL, (POOL,))
+        cells = [cell for cell in self.plan.cells if cell.transport == transport]
         template, token_map = self._memory(folder)
 
         def load() -> None:
             with Fabric(engram=stage.pools[POOL]) as fabric:
                 fabric.engram.load_random(template, token_map, seed=1)
+            self._publish(folder, [OPEN_PREFIX, *(cell.new_prefix for cell in cells if cell.target == STORE)])
 
+        kept = [stage.pool_spec(POOL, (POOL,)), self._store_spec()]
         served = [*(self._worker_spec(name, folder, template.name, transport) for name in (STRUCK, OTHER)), self._gateway_spec()]
-        stage.play([pool], load, served, lambda: self._cells([cell for cell in self.plan.cells if cell.transport == transport]))
-
-    def judge(self) -> None:
-        """Counts, times and goals of all cells."""
-        for cell, chats in self.ended.items():
-            self.report.times[cell.name] = [chat.seconds for chat in chats]
-            ends = Counter(f"{chat.outcome} {chat.code or chat.because}".strip() for chat in chats)
-            self.report.counts |= {f"{cell.name}: {end}": count for end, count in sorted(ends.items())}
-
-        def count(outcome: str, *targets: str, transport: str = "") -> int:
-            return sum(
-                chat.outcome == outcome
-                for cell, chats in self.ended.items()
-                for chat in chats
-                if cell.target in (targets or TARGETS) and transport in ("", cell.transport)
-            )
-
-        # a dead pool may be started again, and its rows be there, before a layer has waited in vain: only a frozen one stays away
-        reached = [cell for cell in self.ended if (cell.target, cell.transport, cell.fault) == ("pool", "socket", "frozen")]
-        bitten = sum(any(chat.outcome == DEGRADED for chat in self.ended[cell]) for cell in reached)
-        broken = [cell for cell in self.ended if (cell.target, cell.phase) == ("worker", "decode") and cell.fault != "slow"]
-        named = sum(any(chat.outcome == ERROR for chat in self.ended[cell]) for cell in broken)
-        unread = [cell for cell in self.ended if (cell.target, cell.phase) == ("worker", "prefill")]
-        lost = sum(chat.outcome == ERROR and not chat.pieces for cell in unread for chat in self.ended[cell])
-        self.report.goals += [
-            Goal("cells played", len(self.ended), len(self.plan.cells), at_least=True),
-            Goal("hung chats", count(HUNG), 0),
-            Goal("chats without a clear end", count(UNCLEAR), 0),
-            Goal("errors although only the pool was struck", count(ERROR, "pool"), 0),
-            Goal("errors although nothing had been answered", lost, 0),
-            Goal("answers degraded although rows lay in the host's memory", count(DEGRADED, transport="mapped"), 0),
-            Goal("cells of a frozen pool in which answers said so", bitten, len(reached), at_least=True),
-            Goal("cells of a worker dead or frozen in its answers that ended with an error", named, len(broken), at_least=True),
-        ]
+        stage.play(kept, load, served, lambda: self._cells(cells))
 
     # -- what is started ------------------------------------------------------------------------------------------------------
 
@@ -175,11 +124,22 @@ class Matrix:
 
         return smollm2_demo_template(folder / "tokenizer.json")
 
+    def _publish(self, folder: Path, names: list[str]) -> None:
+        """Each name a dictionary for the model in `folder`."""
+        model = model_of(folder)
+        with Fabric(asm=self.addresses[STORE]) as fabric:
+            for name in names:
+                fabric.asm.publish(write_tiny_prefix(self.stage.folder / "prefixes" / name, name, model))
+
+    def _store_spec(self) -> ServiceSpec:
+        argv = (sys.executable, "-m", "asm_store", "--data-dir", str(self.stage.folder / "asm"), "--log-level", "error")
+        return self._spec(STORE, argv, metrics="127.0.0.1:0")
+
     def _worker_spec(self, name: str, folder: Path, memory: str, transport: str) -> ServiceSpec:
         argv = (
             sys.executable, "-m", "inference_worker", "--model", str(folder), "--served-model-name", "model", "--engram-pool",
-            self.stage.pools[POOL], "--engram-model", memory, "--engram-transport", transport, "--step-tokens-max", "16",
-            "--context-tokens-max", "4096", "--prefix-cache-bytes-max", "0", "--log-level", "warning",
+            self.stage.pools[POOL], "--engram-model", memory, "--engram-transport", transport, "--asm-store", self.addresses[STORE],
+            "--step-tokens-max", "16", "--context-tokens-max", "4096", "--prefix-cache-bytes-max", "0", "--log-level", "warning",
         )  # fmt: skip
         return self._spec(name, argv, metrics="127.0.0.1:0")
 
@@ -202,23 +162,44 @@ class Matrix:
 
     def _cells(self, cells: list[Cell]) -> None:
         for cell in cells:
-            self._all_well()
-            decode = cell.phase == "decode"
-            tokens = self.plan.tokens * (DECODE_FACTOR if decode else 1)
-            chats = [self._chat(tokens, stream=decode or bool(number % 2)) for number in range(self.plan.chats)]
-            for chat in chats:
+            self._until_well(self._serves_whole_answers, "whole answers from both workers")
+            if cell.target == STORE:
+                self._until_well(lambda: self._open_at_both(OPEN_PREFIX), "a prefix that both workers have open")
+            before, after = self._chats_before(cell), self._chats_after(cell)
+            for chat in before:
                 chat.start()
-            self._wait_for(cell.phase, chats)
-            with self._struck(POOL if cell.target == "pool" else STRUCK, cell.fault):
-                for chat in chats:
+            self._wait_for(cell.phase, before)
+            with self._struck(PROCESSES[cell.target], cell.fault):
+                for chat in after:
+                    chat.start()
+                for chat in (*before, *after):
                     chat.join()
-            self.ended[cell] = chats
+            self.ended[cell] = [*before, *after]
+            if cell.target == STORE:  # what could not be had is had now
+                self._until_well(lambda name=cell.new_prefix: self._open_at_both(name), "the prefix asked for")  # type: ignore[misc]
 
-    def _chat(self, tokens: int, *, stream: bool, characters: int | None = None) -> Chat:
+    def _chats_before(self, cell: Cell) -> list[Chat]:
+        decode = cell.phase == "decode"
+        tokens = self.plan.tokens * (DECODE_FACTOR if decode else 1)
+        asked = [{"prefix": OPEN_PREFIX} if cell.target == STORE and number // 2 % 2 else {} for number in range(self.plan.chats)]
+        return [self._chat(tokens, stream=decode or bool(number % 2), treadle=each) for number, each in enumerate(asked)]
+
+    def _chats_after(self, cell: Cell) -> list[Chat]:
+        """Those that begin while the store is struck, with short prompts: how long they wait for it is what is looked at."""
+        if cell.target != STORE:
+            return []
+        new = {"prefix": cell.new_prefix}
+        asked: list[dict[str, Any]] = [new, new | {"policy": INSISTING}, {"prefix": OPEN_PREFIX}, {}]
+        return [
+            self._chat(self.plan.tokens, stream=bool(number % 2), characters=SHORT_CHARACTERS, treadle=each)
+            for number, each in enumerate(asked)
+        ]
+
+    def _chat(self, tokens: int, *, stream: bool, characters: int | None = None, treadle: Mapping[str, Any] | None = None) -> Chat:
         text = "".join(chr(97 + (number * 7) % 26) for number in range(characters or self.plan.prompt_characters))
         body = {
             "model": "model", "messages": [{"role": "user", "content": text}], "max_tokens": tokens,
-            "ignore_eos": True, "temperature": 0, "stream": stream,
+            "ignore_eos": True, "temperature": 0, "stream": stream, "treadle": dict(treadle or {}),
         }  # fmt: skip
         return Chat(self.addresses[GATEWAY], body, self.plan.deadline_seconds)
 
@@ -231,12 +212,16 @@ class Matrix:
             self.stage.wait(begun, "all chats are being answered")
 
     def _busy(self, name: str) -> bool:
+        status = self._status(name)
+        return status is not None and status.requests_running + status.requests_waiting > 0
+
+    def _status(self, name: str) -> StatusResponse | None:
+        """What a worker says of itself; None where it does not answer."""
         try:
             with Fabric(worker=self.addresses[name], timeout_seconds=1.0) as fabric:
-                status = fabric.worker.status()
+                return fabric.worker.status()
         except TreadleError:
-            return False
-        return status.requests_running + status.requests_waiting > 0
+            return None
 
     @contextmanager
     def _struck(self, name: str, fault: str) -> Iterator[None]:
@@ -259,15 +244,26 @@ class Matrix:
             with suppress(ProcessLookupError):
                 os.kill(child.pid, signal.SIGCONT)
 
-    def _all_well(self) -> None:
-        """Every process serves, the gateway sends to both workers, and answers are whole."""
-        for name in (POOL, STRUCK, OTHER, GATEWAY):
+    def _until_well(self, well: Callable[[], bool], what: str) -> None:
+        """Until every process serves and `well` holds. Raises ScenarioFailed after WELL_SECONDS."""
+        for name in (POOL, STORE, STRUCK, OTHER, GATEWAY):
             self.stage.wait(lambda name=name: self.stage.ready(name), f"{name} serves", WELL_SECONDS)  # type: ignore[misc]
         begun = time.monotonic()
-        while not self._both_take_requests() or not self._answers_are_whole():
+        while not well():
             if time.monotonic() - begun > WELL_SECONDS:
-                raise ScenarioFailed(f"after {WELL_SECONDS:.0f} s still not: whole answers from both workers")
+                raise ScenarioFailed(f"after {WELL_SECONDS:.0f} s still not: {what}")
             self.stage.pause(0.1)
+
+    def _serves_whole_answers(self) -> bool:
+        return self._both_take_requests() and self._answers_are_whole()
+
+    def _open_at_both(self, prefix: str) -> bool:
+        """Answers behind it are whole, and it is open in both workers."""
+        return self._answers_are_whole({"prefix": prefix}) and all(self._has_open(name, prefix) for name in (STRUCK, OTHER))
+
+    def _has_open(self, name: str, prefix: str) -> bool:
+        status = self._status(name)
+        return status is not None and any(each.open for each in status.prefixes if each.name == prefix)
 
     def _both_take_requests(self) -> bool:
         try:
@@ -280,9 +276,9 @@ class Matrix:
         idle = not self._busy(STRUCK) and not self._busy(OTHER)
         return len(closed) == 2 and sum(line.endswith(" 1.0") for line in ready) == 2 and idle
 
-    def _answers_are_whole(self) -> bool:
+    def _answers_are_whole(self, treadle: Mapping[str, Any] | None = None) -> bool:
         """Two short chats at once: one for each worker."""
-        chats = [self._chat(2, stream=False, characters=8) for _ in range(2)]
+        chats = [self._chat(2, stream=False, characters=8, treadle=treadle) for _ in range(2)]
         for chat in chats:
             chat.start()
         for chat in chats:
