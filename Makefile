@@ -105,7 +105,7 @@ bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes
 	$(BIN)/treadle bench all
 
 .PHONY: loadtest
-loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept, chats under load (about 20 minutes; TRACES=FOLDER for the trace)
+loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept, chats under load (about 20 minutes; trace only with TRACES=FOLDER)
 	$(BIN)/treadle loadtest swap
 	$(BIN)/treadle loadtest prefix-swap
 	$(BIN)/treadle loadtest chaos
