@@ -163,7 +163,61 @@ def test_a_rival_of_quite_another_size_is_not_taken_for_one_of_equal_size(tmp_pa
     put(cells, "full", log_probs(1.0), 100)
     put(cells, "asm-k1024-m256", log_probs(0.9), 100)
     put(cells, "icl-10", log_probs(0.5), 1)
-    assert not any("truncated" in goal.text for goal in goals_of(list(cells)))
+    (goal,) = (goal for goal in goals_of(list(cells)) if "truncated" in goal.text)
+    assert not goal.met
+    assert "seed 0: no icl of equal traffic was measured" in goal.line
+
+
+def test_a_seed_without_a_rival_of_equal_traffic_is_no_seed_that_met_the_goal(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    for seed in (0, 1, 2):
+        put(cells, "full", log_probs(1.0), 100, seed=seed)
+        put(cells, "asm-k1024-m256", log_probs(0.95 if seed < 2 else 0.1), 100, seed=seed)
+    for seed in (0, 1):
+        put(cells, "icl-512", log_probs(0.5), 50, seed=seed)
+    (goal,) = (goal for goal in goals_of(list(cells)) if "truncated" in goal.text)
+    assert not goal.met
+    assert goal.line.startswith("MISSED")
+    assert "seed 2: no icl of equal traffic was measured; the others: 0.1" in goal.line
+    assert goal.to_json()["value"] is None
+    assert json.loads(json.dumps(goal.to_json(), allow_nan=False))["not_comparable"] == goal.not_comparable
+
+
+def test_a_dictionary_that_reads_as_much_as_the_prefix_cannot_meet_a_goal_at_equal_traffic(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    for seed in (0, 1):
+        put(cells, "full", log_probs(1.0), 100, seed=seed)
+        put(cells, "asm-k1024-m256-c3", log_probs(0.95), 340, seed=seed)
+        put(cells, "icl-900", log_probs(0.5), 90, seed=seed)
+    goals = {goal.text: goal for goal in goals_of(list(cells))}
+    missed = goals["clinc20, K=1024, groups joined, KL over truncated ICL's at equal traffic, worst seed"]
+    assert not missed.met
+    assert "seeds 0, 1: it reads as much as the whole prefix or more" in missed.line
+    assert goals["clinc20, K=1024, groups joined, agreement, worst seed"].met
+
+
+def test_a_seed_without_the_dictionary_is_missed_by_every_goal_of_it(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    for seed in (0, 1):
+        put(cells, "full", log_probs(1.0), 100, seed=seed)
+    put(cells, "asm-k1024-m256", log_probs(1.0), 100)
+    goals = goals_of(list(cells))
+    assert len(goals) == 4
+    assert all("seed 1: this dictionary was not measured" in goal.line and not goal.met for goal in goals)
+
+
+def test_rivals_that_were_not_measured_at_equal_storage_are_named(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    for seed in (0, 1):
+        put(cells, "full", log_probs(1.0), 100, seed=seed)
+        put(cells, "asm-k20-m180", log_probs(0.9), 20, seed=seed)
+        put(cells, "icl-200", log_probs(0.4), 20, seed=seed)
+    put(cells, "kvzip-200", log_probs(0.4), 20)
+    met = {goal.text: goal for goal in goals_of(list(cells))}
+    assert met["clinc20, at <= 20 % of storage, KL over that of icl, mean of seeds"].met
+    kvzip = met["clinc20, at <= 20 % of storage, KL over that of kvzip, mean of seeds"]
+    assert not kvzip.met
+    assert "seed 1: no kvzip of equal storage was measured" in kvzip.line
 
 
 def test_the_gap_of_permuted_labels_is_judged_with_every_rival_that_was_measured(tmp_path: Path) -> None:
@@ -177,6 +231,20 @@ def test_the_gap_of_permuted_labels_is_judged_with_every_rival_that_was_measured
     assert share.met
     assert share.value == pytest.approx(0.875, abs=0.01)
     assert not goals[f"{name}, points of accuracy above am at equal storage"].met
+    assert "no kvzip of equal storage was measured" in goals[f"{name}, points of accuracy above kvzip at equal storage"].line
+
+
+def test_a_prefix_that_gains_nothing_leaves_no_share_to_recover(tmp_path: Path) -> None:
+    cells, name = Cells(tmp_path), "clinc20-permuted"
+    for method in ("full", "none"):
+        put(cells, method, log_probs(0.4), 100, name=name)
+    put(cells, "asm-k25-m225", log_probs(0.8), 25, name=name)
+    put(cells, "none", log_probs(0.1), 0, name=name, seed=1)
+    put(cells, "full", log_probs(0.1), 100, name=name, seed=1)
+    goal = goals_of(list(cells))[0]
+    assert not goal.met
+    assert "seed 0: the whole prefix gains nothing" in goal.line
+    assert "seed 1: no dictionary within 25 % of storage was measured" in goal.line
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import platform
 import random
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,17 +47,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A limit on one figure, printed with what was measured whether it was met or not."""
+    """A limit on one figure, printed with what was measured whether it was met or not.
+
+    not_comparable: why there is no figure; `value` is nan then, and the goal is missed
+    """
 
     text: str
     value: float
     limit: float
     at_least: bool = False
+    not_comparable: str = ""
 
     @property
     def met(self) -> bool:
         """True if the figure is within its limit."""
+        if self.not_comparable:
+            return False
         return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    @property
+    def line(self) -> str:
+        """As it is printed."""
+        found = f"not comparable, {self.not_comparable}" if self.not_comparable else f"{self.value:.4g}"
+        return f"{'met   ' if self.met else 'MISSED'} {self.text}: {found} (goal {'>=' if self.at_least else '<='} {self.limit:g})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Its fields and whether it was met; value: None where there is none."""
+        return asdict(self) | {"value": None if self.not_comparable else self.value, "met": self.met}
 
 
 def progress(steps: Iterable[Step], total: int, what: str) -> Iterable[Step]:
@@ -139,7 +155,7 @@ def document(rows: Sequence[Row], goals: Sequence[Goal], extra: Mapping[str, Any
         "command": command_line(), "machine": machine(),
         "versions": {name: version(name) for name in ("treadle", "numpy", "torch")} | {"python": platform.python_version()},
         "rows": [{field: getattr(row, field) for field in fields} for row in rows],
-        "goals": [{"text": goal.text, "value": goal.value, "limit": goal.limit, "met": goal.met} for goal in goals], **(extra or {}),
+        "goals": [goal.to_json() for goal in goals], **(extra or {}),
     }  # fmt: skip
 
 
@@ -166,10 +182,7 @@ def show(
     for note in notes:
         console.print(f"note   {note}", highlight=False)
     for goal in [] if quick else goals:
-        sign = ">=" if goal.at_least else "<="
-        console.print(
-            f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {sign} {goal.limit:g})", highlight=False
-        )
+        console.print(goal.line, highlight=False)
 
 
 def console_with_heading(title: str, whole: Mapping[str, Any]) -> Console:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -130,21 +130,16 @@ def _print(
     whole = document([], goals, about | {"lines": tables.rows_of(lines)})
     text = tables.markdown(what, lines, command_line(), failures) + (heatmap.markdown(lines) if what == "heatmap" else "")
     if goals:
-        text += "\n".join(["```", *map(goal_text, goals), "```", ""])
+        text += "\n".join(["```", *(goal.line for goal in goals), "```", ""])
     (out / REPORT_FILE).write_text(text, encoding="utf-8")
     if options.as_json:
-        sys.stdout.write(json.dumps(whole | {"goals": [asdict(goal) | {"met": goal.met} for goal in goals]}) + "\n")
+        sys.stdout.write(json.dumps(whole | {"goals": [goal.to_json() for goal in goals]}) + "\n")
         return
     heading = console_with_heading(f"asm {what}", whole)
     console = heading if sys.stdout.isatty() else Console(width=WIDTH_IN_FILES)
     tables.show(console, what, lines)
     if what == "heatmap":
         heatmap.show(console, lines)
-    for line in (*failures, *map(goal_text, goals)):
+    for line in (*failures, *(goal.line for goal in goals)):
         console.print(line, highlight=False, markup=False)
     say(f"as Markdown: {out / REPORT_FILE}")
-
-
-def goal_text(goal: Goal) -> str:
-    """A goal, met or not."""
-    return f"{'met   ' if goal.met else 'MISSED'} {goal.text}: {goal.value:.4g} (goal {'>=' if goal.at_least else '<='} {goal.limit:g})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -60,7 +60,7 @@ def run_and_show(options: GrowOptions, *, run: bool) -> list[Goal]:
     goals, command = [] if options.quick else goals_of(figures), command_line()
     if options.as_json:
         lines = [line for domain in figures.domains for line in figures.lines(domain)]
-        extra = {"quick": options.quick, "work": str(work), "goals": [asdict(goal) | {"met": goal.met} for goal in goals]}
+        extra = {"quick": options.quick, "work": str(work), "goals": [goal.to_json() for goal in goals]}
         sys.stdout.write(json.dumps(document(rows_of(lines), goals, extra)) + "\n")
     else:
         tables.show(figures, command, judged=not options.quick)
