@@ -14,19 +14,19 @@ from torch import Tensor
 
 from treadle.contract.errors import InvalidArgument
 
-KEYS_AT_ONCE = 4096  # rows of one product with all centroids
+KEYS_AT_ONCE, PRODUCT_NUMBERS = 4096, 4 << 20  # rows of one product with all centroids, and numbers in it: 16 MiB
 BATCH_KEYS, BATCH_PER_ENTRY = 8192, 8  # an iteration looks at so many keys, or so many an entry, whichever is more
 
 
 def assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """For keys fp32 [n, D]: the centroid with the largest product, int64 [n] (of equal ones the first), and that product, fp32 [n].
 
-    centroids: fp32 [K, D]. KEYS_AT_ONCE * K numbers are held beside the result.
+    centroids: fp32 [K, D]. PRODUCT_NUMBERS and the centroids once more are held beside the result.
     """
     index, cosine = torch.empty(len(keys), dtype=torch.int64), torch.empty(len(keys))
-    columns = centroids.T.contiguous()
-    for first in range(0, len(keys), KEYS_AT_ONCE):
-        part = slice(first, first + KEYS_AT_ONCE)
+    columns, rows = centroids.T.contiguous(), max(1, min(KEYS_AT_ONCE, PRODUCT_NUMBERS // len(centroids)))
+    for first in range(0, len(keys), rows):
+        part = slice(first, first + rows)
         cosine[part], index[part] = (keys[part] @ columns).max(dim=1)
     return index, cosine
 
@@ -65,14 +65,17 @@ def unit(vectors: Tensor) -> Tensor:
 
 def _begin(keys: Tensor, entries: int, draw: np.random.Generator) -> Tensor:
     """Different keys at random; where there are too few different ones (the same token gives the same key), some twice."""
-    order = draw.permutation(len(keys))
-    rows = keys.numpy()[order]
-    _, first = np.unique(rows.view(np.dtype((np.void, rows.shape[1] * rows.itemsize))).ravel(), return_index=True)
-    chosen = np.sort(first)[:entries]
+    order, rows = draw.permutation(len(keys)), keys.numpy()
+    places: dict[bytes, int] = {}  # of the first of its kind; at most `entries` keys are copied, however many there are
+    for place, row in enumerate(order):
+        places.setdefault(rows[row].tobytes(), place)
+        if len(places) == entries:
+            break
+    chosen = np.fromiter(places.values(), np.int64)
     if len(chosen) < entries:
-        again = np.setdiff1d(np.arange(len(rows)), chosen)[: entries - len(chosen)]
+        again = np.setdiff1d(np.arange(len(order)), chosen)[: entries - len(chosen)]
         chosen = np.concatenate((chosen, again))
-    return torch.from_numpy(rows[chosen])
+    return keys[torch.from_numpy(order[chosen])]
 
 
 def _moved(centroids: Tensor, sums: Tensor, counts: Tensor, keys: Tensor, cosine: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -60,6 +64,48 @@ def test_fewer_different_keys_than_entries_still_make_all_entries() -> None:
     centroids = fit_centroids(keys, 20, 3, (1,))
     assert bool(centroids.isfinite().all())
     assert float(assign(keys, centroids)[1].min()) > 0.999
+
+
+@pytest.mark.parametrize(("different", "entries"), [(200, 20), (200, 150), (30, 50)])
+def test_clustering_begins_at_the_first_different_keys_of_a_drawn_order(different: int, entries: int) -> None:
+    keys = unit(torch.randn(different, 8, generator=torch.Generator().manual_seed(4))).repeat(4, 1)
+    order = np.random.default_rng((7, 1)).permutation(len(keys))
+    _, first = np.unique(keys.numpy()[order], axis=0, return_index=True)
+    chosen = np.sort(first)[:entries]
+    again = np.setdiff1d(np.arange(len(order)), chosen)[: entries - len(chosen)]
+    assert torch.equal(fit_centroids(keys, entries, 0, (7, 1)), keys[order[np.concatenate((chosen, again))]])
+
+
+def test_many_entries_are_compared_in_pieces_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, centroids = blobs(50, 9)[0], blobs(40, 40)[0]
+    index, cosine = assign(keys, centroids)
+    monkeypatch.setattr("asm_store.building.clustering.PRODUCT_NUMBERS", 90)
+    in_pieces, of_pieces = assign(keys, centroids)
+    assert torch.equal(in_pieces, index)
+    torch.testing.assert_close(of_pieces, cosine)
+
+
+def test_a_product_with_many_entries_takes_no_more_memory_than_one_with_few() -> None:
+    keys, centroids = blobs(4096, 10)[0], blobs(16384, 10)[0]
+    assert extra_bytes(lambda: assign(keys, centroids)) < 96 << 20  # all at once: 256 MiB
+
+
+def test_drawing_the_first_entries_copies_a_few_keys_and_not_all() -> None:
+    keys = unit(torch.randn(48 << 12, 64, generator=torch.Generator().manual_seed(6)))  # 48 MiB
+    assert extra_bytes(lambda: fit_centroids(keys, 256, 0, (1,))) < 32 << 20
+
+
+def extra_bytes(work: Callable[[], object]) -> int:
+    """What `work` takes at its peak beside what is there."""
+    before = memory_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    work()
+    return memory_bytes("VmHWM") - before
+
+
+def memory_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
 
 def test_fewer_keys_than_entries_are_refused() -> None:
