@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asm_store.building.artifact import HELD_OUT_TOKENS_MIN, Share, extend_layer, make_layer
 from asm_store.building.base import Base
-from asm_store.building.card import CARD_SCHEMA, sizes
+from asm_store.building.card import CARD_SCHEMA, read_card, sizes
 from asm_store.building.chat import known_chat_wrap
 from asm_store.building.codebooks import LayerSamples
 from asm_store.building.collection import Collection, positions_of
@@ -32,10 +32,10 @@ from asm_store.building.self_traces import write_traces
 from asm_store.building.spill import Spill
 from asm_store.building.stepping import Before, encode
 from asm_store.building.traces import Trace, Traces, split
-from asm_store.building.work_folder import WorkFolder
+from asm_store.building.work_folder import VERSION, WorkFolder
 from treadle.chassis.interrupts import interrupts_held
 from treadle.contract.dictionary import Calibration, ChunkMerge, Dictionary, Prefix, RowDtype, tensor_name
-from treadle.contract.dictionary_file import tensor_info, write_folder
+from treadle.contract.dictionary_file import read_manifest, tensor_info, write_folder
 from treadle.contract.errors import InvalidArgument
 from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
@@ -108,20 +108,26 @@ class Build:
         SIGINT and SIGTERM are heard between steps, the state is saved and KeyboardInterrupt raised: the same order goes on from there.
         """
         try:
-            with interrupts_held() as self._interrupted:
-                with self._timed("prefix"):
-                    prefix = self._encode()
-                with self._timed("traces"):
-                    traces = self._get_traces(prefix)
-                with self._timed("collection"):
-                    spill = self._collect(prefix, traces)
-                with self._timed("clustering"):
-                    self._cluster(spill, traces, prefix)
-                dictionary, card = self._finish(prefix, traces)
+            if self._work.finished:  # killed before the last of it was removed
+                dictionary, card = read_manifest(self.order.out), read_card(self.order.out)
+            else:
+                with interrupts_held() as self._interrupted:
+                    dictionary, card = self._make()
             self._work.remove()
             return dictionary, card
         finally:
             self._work.close()
+
+    def _make(self) -> tuple[Dictionary, dict[str, Any]]:
+        with self._timed("prefix"):
+            prefix = self._encode()
+        with self._timed("traces"):
+            traces = self._get_traces(prefix)
+        with self._timed("collection"):
+            spill = self._collect(prefix, traces)
+        with self._timed("clustering"):
+            self._cluster(spill, traces, prefix)
+        return self._finish(prefix, traces)
 
     def _encode(self) -> SequenceKV:
         order, tokens = self.order, len(self.order.prefix)
@@ -196,6 +202,7 @@ class Build:
         with self._timed("fidelity"):
             fidelity = self._fidelity(exact, traces, PrefixMemory(dictionary, tensors))
         card = self._card(dictionary, tensors, traces, fidelity)
+        self._work.save(self._identity(), {VERSION: dictionary.version})
         write_folder(out, dictionary, tensors, json.dumps(card, indent=1).encode())
         return dictionary, card
 

@@ -18,23 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asm_store.building.rows import Stored
-from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE
-from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, Unavailable
+from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE, TENSORS_FILE, check_digests, map_tensors, read_manifest
+from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound, Unavailable
 
 FOLDER, STATE, TRACES, LOCK = ".building", "state.json", "traces.json", "lock"
 SCHEMA = "treadle.dictionary-build/1"
+VERSION = "version"  # in a state: of the dictionary that the build is about to write
 
 
 class WorkFolder:
     """The state of a build into `out`, held for one process at a time until `close` or the process ends.
 
+    finished: the dictionary of this build is whole, and only this folder is left to remove; known from `resume` on
     Raises InvalidArgument (a finished dictionary is there), Unavailable (another process builds there).
     """
 
     def __init__(self, out: Path, *, restart: bool = False) -> None:
-        if (out / MANIFEST_FILE).exists():
-            raise InvalidArgument(f"{out}: holds a dictionary already; choose another place with --out, or remove it")
-        self.path = out / FOLDER
+        self.path, self.finished, self._out = out / FOLDER, False, out
+        if (out / MANIFEST_FILE).exists() and not self.path.exists():
+            raise self._taken()
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o640)
         try:
@@ -43,15 +45,19 @@ class WorkFolder:
             os.close(self._lock)
             raise Unavailable(f"{out}: another process is building there") from error
         if restart:
-            self._empty()
+            self._empty(LOCK)
 
     def resume(self, identity: Mapping[str, str]) -> dict[str, Any]:
         """The saved state of this build, {} where there is none yet.
 
-        identity: what must be the same. Raises FingerprintMismatch naming the field that differs, DataLoss (a damaged state).
+        identity: what must be the same. Raises FingerprintMismatch naming the field that differs, DataLoss (a damaged state),
+        InvalidArgument (a finished dictionary of another build is there; of what that build left nothing stays).
         """
-        path = self.path / STATE
+        path, version = self.path / STATE, _version_of(self._out)
         if not path.exists():
+            if version:
+                self.remove()
+                raise self._taken()
             self.save(identity, {})
             return {}
         try:
@@ -61,11 +67,17 @@ class WorkFolder:
                 raise ValueError(found["schema"])
         except (ValueError, KeyError, TypeError) as error:
             raise DataLoss(f"{path}: damaged; begin again with --restart") from error
-        for field in sorted(before.keys() | identity.keys()):
-            if before.get(field) != identity.get(field):
-                raise FingerprintMismatch(
-                    f"unfinished build {self.path}, which --restart forgets: {field}", identity.get(field), before.get(field)
-                )
+        differs = [field for field in sorted(before.keys() | identity.keys()) if before.get(field) != identity.get(field)]
+        self.finished = bool(version) and version == state.get(VERSION)
+        if version and (differs or not self.finished):
+            if self.finished:
+                self.remove()
+            raise self._taken()
+        if differs:
+            field = differs[0]
+            raise FingerprintMismatch(
+                f"unfinished build {self.path}, which --restart forgets: {field}", identity.get(field), before.get(field)
+            )
         return state
 
     def save(self, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
@@ -116,8 +128,9 @@ class WorkFolder:
         return parts
 
     def remove(self) -> None:
-        """Forget it all: the build is finished."""
-        self._empty()
+        """Forget it all: the build is finished. The state goes last, so that a build killed on the way knows what is left for its own."""
+        self._empty(LOCK, STATE)
+        self._empty(LOCK)
         (self.path / LOCK).unlink()
         self.path.rmdir()
 
@@ -125,12 +138,25 @@ class WorkFolder:
         """Let another process go on."""
         os.close(self._lock)
 
-    def _empty(self) -> None:
+    def _taken(self) -> InvalidArgument:
+        return InvalidArgument(f"{self._out}: holds a dictionary already; choose another place with --out, or remove it")
+
+    def _empty(self, *kept: str) -> None:
         for path in self.path.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.name != LOCK:
+            elif path.name not in kept:
                 path.unlink()
 
     def _layer(self, layer: int) -> Path:
         return self.path / f"layer{layer}"
+
+
+def _version_of(out: Path) -> str:
+    """Of the dictionary in a folder; "" where none is, or one that was torn when the machine stopped: that is made again."""
+    try:
+        dictionary = read_manifest(out)
+        check_digests(map_tensors(out / TENSORS_FILE, dictionary), dictionary)
+    except (NotFound, InvalidArgument, DataLoss):
+        return ""
+    return dictionary.version

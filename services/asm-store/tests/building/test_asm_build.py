@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -358,6 +359,72 @@ def test_two_builds_do_not_share_a_folder_and_a_finished_one_is_kept(order: Orde
     first.run()
     with pytest.raises(InvalidArgument, match="holds a dictionary already"):
         Build(order(), model=tiny)
+
+
+def test_a_build_killed_before_it_removed_its_work_is_done(order: Orders, tiny: CausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = order()
+    version = kill_in_removal(wanted, tiny, monkeypatch)
+    card = json.loads((wanted.out / "card.json").read_text())
+    shutil.rmtree(wanted.out / ".building" / "spill")  # as far as it came
+    told: list[str] = []
+    found, says = Build(wanted, lambda what, done, of: told.append(what), model=tiny).run()
+    assert (found.version, says) == (version, card)
+    assert set(told) == {"loading the model"}
+    assert not (wanted.out / ".building").exists()
+    with pytest.raises(InvalidArgument, match="holds a dictionary already"):
+        Build(wanted, model=tiny)
+
+
+@pytest.mark.parametrize(("other", "restart"), [({"prefix": (1, 2, 3)}, False), ({}, True)])
+def test_what_a_killed_build_left_beside_its_dictionary_is_no_start_for_another(
+    order: Orders, tiny: CausalLM, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any], restart: bool
+) -> None:
+    wanted = order()
+    version = kill_in_removal(wanted, tiny, monkeypatch)
+    with pytest.raises(InvalidArgument, match="holds a dictionary already"):
+        Build(order(**other), model=tiny, restart=restart)
+    assert not (wanted.out / ".building").exists()
+    assert opened(wanted.out)[0].version == version
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "dictionary.safetensors"])
+def test_a_dictionary_torn_with_its_machine_is_made_again(
+    order: Orders, tiny: CausalLM, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    wanted = order()
+    version = kill_in_removal(wanted, tiny, monkeypatch)
+    os.truncate(wanted.out / name, 100)
+    assert Build(wanted, model=tiny).run()[0].version == version
+    assert opened(wanted.out)[0].version == version
+
+
+def test_a_dictionary_that_came_from_elsewhere_ends_no_unfinished_build(
+    build: Orders, order: Orders, tiny: CausalLM, tmp_path: Path
+) -> None:
+    other, wanted = build(out=tmp_path / "other", seed=5), order()
+    with pytest.raises(Killed):
+        Build(wanted, stop_at("clustering layers", 2), model=tiny).run()
+    shutil.copytree(other.out, wanted.out, dirs_exist_ok=True)
+    with pytest.raises(InvalidArgument, match="holds a dictionary already"):
+        Build(wanted, model=tiny)
+    (wanted.out / "manifest.json").unlink()
+    told: list[str] = []
+    Build(wanted, lambda what, done, of: told.append(what), model=tiny).run()
+    assert "collecting states" not in told
+
+
+def kill_in_removal(wanted: Order, model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Carry the order out until its work is to be removed; the version that it made."""
+
+    def killed(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("asm_store.building.work_folder.WorkFolder.remove", killed)
+        with pytest.raises(Killed):
+            Build(wanted, model=model).run()
+    assert (wanted.out / ".building" / "spill").is_dir()
+    return opened(wanted.out)[0].version
 
 
 PROGRAM = """
