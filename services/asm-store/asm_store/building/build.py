@@ -127,7 +127,10 @@ class Build:
             spill = self._collect(prefix, traces)
         with self._timed("clustering"):
             self._cluster(spill, traces, prefix)
-        return self._finish(prefix, traces)
+        if not self._needs_exact(traces):
+            return self._finish(prefix, traces)
+        del prefix  # before it is read again: two whole ones would be the most that a build holds
+        return self._finish(self._encode_exact(), traces)
 
     def _encode(self) -> SequenceKV:
         order, tokens = self.order, len(self.order.prefix)
@@ -186,11 +189,11 @@ class Build:
                 self._work.keep_layer(layer, parts)
             self._tell("clustering layers", number, len(self._layers))
 
-    def _finish(self, prefix: SequenceKV, traces: Traces) -> tuple[Dictionary, dict[str, Any]]:
+    def _finish(self, exact: SequenceKV, traces: Traces) -> tuple[Dictionary, dict[str, Any]]:
+        """exact: the prefix read in one piece, where that is needed."""
         order, recipe, out = self.order, self.order.recipe, self.order.out
         self._tell("writing", 0, 1)
         tokens, chunks = len(order.prefix), recipe.chunks(len(order.prefix))
-        exact = self._exact(prefix, chunks, needed=recipe.keep_prefix_kv or bool(traces.held_out))
         kv_digest = write_prefix_kv(out, self._work.path / "kv.npy", self.model, exact) if recipe.keep_prefix_kv else None
         stored = {tensor_name(layer, part): of for layer in self._layers for part, of in self._work.layer(layer).items()}
         dictionary = Dictionary(
@@ -206,11 +209,15 @@ class Build:
         write_folder(out, dictionary, tensors, json.dumps(card, indent=1).encode())
         return dictionary, card
 
-    def _exact(self, prefix: SequenceKV, chunks: tuple[int, ...], *, needed: bool) -> SequenceKV:
+    def _needs_exact(self, traces: Traces) -> bool:
+        """Whether a prefix in chunks is read in one piece, too."""
+        recipe = self.order.recipe
+        chunked = self._base is None and len(recipe.chunks(len(self.order.prefix))) > 1
+        return chunked and (recipe.keep_prefix_kv or bool(traces.held_out))
+
+    def _encode_exact(self) -> SequenceKV:
         """The prefix read in one piece: what answers are compared with, and what the guard sends requests back to."""
-        if len(chunks) == 1 or self._base is not None or not needed:
-            return prefix
-        tokens = sum(chunks)
+        tokens = len(self.order.prefix)
         return encode(
             self.model, self.order.prefix, (tokens,), 0, lambda done: self._tell("reading the prefix in one piece", done, tokens)
         )

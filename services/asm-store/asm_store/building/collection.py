@@ -32,7 +32,7 @@ class Collection:
     ) -> None:
         check_room(model, before.position, max(map(len, traces)))
         self._model, self._traces, self._spill = model, traces, spill
-        self._before = replace(before, collect=self)
+        self._before = before
         self._layers, self._rotated = frozenset(spill.layers), key is KeyMode.OWN_POSITION
         self._log_chunks = math.log(chunks_averaged)
         self.batches = batches(traces)
@@ -43,11 +43,12 @@ class Collection:
 
     def run(self, batches_done: int = 0) -> Iterator[int]:
         """Run the batches that are left; after each, how many are done. The spill holds tokens_of(batches_done) tokens at the start."""
+        before = replace(self._before, collect=self)  # not kept in self: a cycle would hold the prefix until it is searched for
         for number, batch in enumerate(self.batches[batches_done:], batches_done + 1):
             traces = [self._traces[place] for place in batch]
             kv = [self._model.new_kv() for _ in traces]
             for first in range(0, max(map(len, traces)), STEP_ROWS):  # more than once only where one long trace is alone
-                step(self._model, self._before, [trace[first : first + STEP_ROWS] for trace in traces], kv)
+                step(self._model, before, [trace[first : first + STEP_ROWS] for trace in traces], kv)
             yield number
 
     def take(self, layer: int, queries: Tensor, rotated: Tensor, a: Tensor, log_z: Tensor) -> None:

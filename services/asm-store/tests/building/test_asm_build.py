@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -32,6 +33,7 @@ from treadle.contract.dictionary import Aggregation, ChunkMerge, Dictionary, Gro
 from treadle.contract.dictionary_file import TENSORS_FILE, check_digests, map_tensors, read_manifest
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, Unavailable
 from treadle.nn.attention import merge
+from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
 from treadle.nn.model_identity import dictionary_model
 from treadle.nn.prefix_memory import PrefixMemory
@@ -148,6 +150,26 @@ def test_shards_of_the_samples_added_in_any_order_make_the_same_entries(order: O
             merged.merge(shards[place])
         for name in ("keys", "a", "log_z"):
             torch.testing.assert_close(getattr(merged.aggregated(), name), getattr(whole.aggregated(), name), rtol=1e-5, atol=1e-5)
+
+
+def test_a_build_in_chunks_holds_one_whole_prefix_at_a_time(order: Orders, tiny: CausalLM) -> None:
+    wanted, held = order(chunk_tokens=16, keep_prefix_kv=True), list[int]()
+
+    def watch(what: str, done: int, of: int) -> None:
+        if what == "reading the prefix in one piece":
+            held.append(whole_prefixes())
+
+    gc.collect()  # what other tests left
+    before = whole_prefixes()
+    Build(wanted, watch, model=tiny).run()
+    assert max(held) - before == 1
+    kept = read_prefix_kv(wanted.out, read_manifest(wanted.out), tiny)
+    assert torch.equal(kept.keys(1), encode(tiny, wanted.prefix, (40,)).keys(1))
+
+
+def whole_prefixes() -> int:
+    """Keys and values of 40 tokens or more that are held in this process."""
+    return sum(type(found) is SequenceKV and found.length >= 40 for found in gc.get_objects())
 
 
 def test_prefix_kv_is_kept_where_asked_for(build: Orders, tiny: CausalLM) -> None:
