@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from treadle.chassis.settings import ServerSettings, WrongSetting, split_address
+from treadle.contract.lookup_settings import LISTS_PROBED
 
 REDIS_URL_VARIABLE = "TREADLE_REDIS_URL"
 ANY_HOST = ("0.0.0.0", "[::]", "::")
@@ -54,7 +55,7 @@ class Settings(ServerSettings):
     """Longest time between two messages of a Publish."""
     lookups_max: int = 16
     """Most Lookup calls at once; more are refused with RESOURCE_EXHAUSTED."""
-    lists_probed: int = 16
+    lists_probed: int = LISTS_PROBED
     """Lists that a two-level lookup scans."""
     pin_seconds_max: float = 30.0 * DAY_SECONDS
     """Longest time for which a version is pinned."""

@@ -21,6 +21,7 @@ from asm_store.domain.merging import at_rest, merge_entries
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.dictionary import ChunkMerge, DictionaryModel, DictionarySettings, Grouping, RowDtype, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors, write_tensors
+from treadle.contract.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from tests.conftest import Make, Serve
@@ -66,6 +67,11 @@ def test_the_mean_weighs_chunks_and_leaves_out_what_has_no_samples() -> None:
         assert (states[0, 0], log_z[0]) == (pytest.approx(3.0), pytest.approx(0.5))
         states, log_z = merge_entries(a1, f32([-np.inf]), a2, f32([-np.inf]), how=how, chunks=(3, 1))
         assert (states[0, 0], log_z[0]) == (0.0, -np.inf)
+
+
+def test_rows_too_large_for_their_scales_are_refused_and_not_kept_as_infinity() -> None:
+    with pytest.raises(InvalidArgument, match="too large for int8 rows"):
+        at_rest(np.full((1, 4), 1e8, np.float32), RowDtype.I8)
 
 
 @settings(max_examples=100, deadline=None)

@@ -24,6 +24,7 @@ from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
 MANIFEST_FILE, TENSORS_FILE, PREFIX_KV_FILE, CARD_FILE = (
     "manifest.json", "dictionary.safetensors", "prefix_kv.safetensors", "card.json",
 )  # fmt: skip
+CARD_BYTES_MAX = 256 << 10  # what a builder says of a dictionary; in one message with other fields
 HEADER_BYTES_MAX = 4 << 20
 BLOCK_NUMBERS = 1 << 20  # looked at together
 ALIGNMENT_BYTES = 64  # a tensor begins on a cache line: rows are read where they lie

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asm_store.domain.versions import CARD_BYTES_MAX, FileInfo
+from asm_store.domain.versions import FileInfo
 from treadle.contract.checks import expect
 from treadle.contract.dictionary import Dictionary, tensor_name
 from treadle.contract.dictionary_file import (
     ALIGNMENT_BYTES,
+    CARD_BYTES_MAX,
     DTYPES,
     HEADER_BYTES_MAX,
     PREFIX_KV_FILE,

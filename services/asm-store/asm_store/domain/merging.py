@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract.dictionary import ChunkMerge, RowDtype
+from treadle.contract.errors import InvalidArgument
 
 Array = NDArray[np.float32]
-INT8_MOST = 127
+I8_MAX = 127
 
 
 def merge_entries(
@@ -42,17 +43,22 @@ def merge_entries(
 
 
 def at_rest(rows: Array, dtype: RowDtype) -> tuple[NDArray[Any], NDArray[np.float16] | None]:
-    """fp32 rows as they lie in a file: fp32; bf16 bits, rounded to the nearest even; int8 with a scale for each row.
+    """fp32 rows as they lie in a file: fp32; bf16 bits, rounded to the nearest even; int8 with a scale for each row, number * scale being the value.
 
-    rows: [..., D]; the scales: fp16 [...]
+    rows: [..., D]; the scales: fp16 [...]. Raises InvalidArgument where a scale is beyond fp16's range.
     """
     if dtype is RowDtype.F32:
-        return rows, None
+        return np.ascontiguousarray(rows), None
     if dtype is RowDtype.BF16:
         bits = np.ascontiguousarray(rows).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16), None
-    scales = (np.abs(rows).max(-1) / INT8_MOST).astype(np.float16)
-    scales = np.where(scales * np.float32(INT8_MOST) < np.abs(rows).max(-1), np.nextafter(scales, np.float16(np.inf)), scales)
+    wanted = np.abs(rows).max(axis=-1) / I8_MAX
+    with np.errstate(over="ignore"):
+        scales = wanted.astype("<f2")
+        # Rounded down, a scale would push the row's largest number beyond 127.
+        scales = np.where(scales < wanted, np.nextafter(scales, np.float16(np.inf)), scales)
+    if not np.isfinite(scales).all():
+        raise InvalidArgument("states are too large for int8 rows with fp16 scales: build with --dtype BF16")
     wide = scales.astype(np.float32)[..., None]
-    numbers = np.rint(np.divide(rows, wide, out=np.zeros_like(rows), where=wide > 0))
-    return np.clip(numbers, -INT8_MOST, INT8_MOST).astype(np.int8), scales.astype(np.float16)
+    numbers = np.divide(rows, wide, out=np.zeros_like(rows), where=wide > 0)
+    return np.rint(numbers).clip(-I8_MAX, I8_MAX).astype(np.int8), scales

@@ -18,7 +18,6 @@ from treadle.contract.fingerprint import Fingerprint
 from treadle.contract.version import check_name, check_version
 
 LOCK_FILE, RECORD_FILE, PIN_FILE = "lock", "record.json", "pin.json"
-CARD_BYTES_MAX = 256 << 10
 RECORD_BYTES_MAX = 64 << 10
 FILES = (TENSORS_FILE, PREFIX_KV_FILE)  # those whose bytes are streamed
 TENANT = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")

@@ -20,6 +20,7 @@ from treadle.client.asm.mapped import file_digest
 from treadle.client.asm.records import Progress, ProgressCallback, StoredDictionary
 from treadle.contract.dictionary import DICTIONARY_BYTES_MAX, Dictionary
 from treadle.contract.dictionary_file import (
+    CARD_BYTES_MAX,
     CARD_FILE,
     MANIFEST_FILE,
     PREFIX_KV_FILE,
@@ -34,7 +35,6 @@ from treadle.kernels import crc32c
 
 MESSAGE_BYTES_MAX = 1 << 20
 PIECE_BYTES = MESSAGE_BYTES_MAX - 4096  # of a file in one message; the rest is for the names around it
-CARD_BYTES_MAX = 256 << 10
 
 
 class PublishMessages:
