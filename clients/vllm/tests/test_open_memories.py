@@ -93,6 +93,37 @@ def test_beyond_the_limit_the_longest_idle_is_closed_and_those_in_use_stay(make:
     assert [figures.name for figures in here.figures] == ["a", "c"]
 
 
+def test_names_that_nothing_has_close_no_memory(make: Any, load: Any, own_pool: Any) -> None:
+    here = make(memories_max=2)
+    held, used = (Choice(name, load(name)) for name in ("a-held", "a-used"))
+    until(lambda: here.open_ahead(held) == "open")
+    here.release(here.take(used))
+    for number in range(3):
+        with pytest.raises(NotFound):
+            here.take(Choice(f"never-{number}"))
+    until(lambda: all(here.open_ahead(Choice(f"nor-{number}")).startswith("NotFound") for number in range(2)))
+    here.tidy()
+    assert [figures.name for figures in here.figures] == ["a-held", "a-used"]
+    other = Choice("a-third", load("a-third"))
+    here.take(other)
+    assert [figures.name for figures in here.figures] == ["a-held", "a-third"]
+
+
+def test_an_opening_that_finds_every_place_in_use_by_then_is_closed_again(make: Any, load: Any, own_pool: Any) -> None:
+    here, late = make(memories_max=1), Choice("late", load("late"))
+    first = Choice("first", load("first"))
+    here.release(here.take(first))
+    with own_pool.frozen():
+        assert here.open_ahead(late) == "opening"
+        memory = here.take(first)
+    until(lambda: here.open_ahead(late) != "opening")
+    assert "memories_max" in here.open_ahead(late)
+    assert readers(own_pool, "late") == {late.version: 0}
+    here.release(memory)
+    until(lambda: here.open_ahead(late) == "open")
+    assert [figures.name for figures in here.figures] == ["late"]
+
+
 def test_a_superseded_version_is_closed_when_its_last_request_is_over(
     make: Any, load: Any, own_pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

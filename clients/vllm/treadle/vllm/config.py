@@ -65,7 +65,7 @@ class MemoryConfig:
     fusion_weights:    name of a memory -> file of weights instead of those that the pool keeps
     wait_seconds_max:  longest wait at one layer; a request that allows more gets this
     late:              mask or fail, for requests that do not say
-    memories_max:      versions open at once
+    memories_max:      versions open at once, and at most as many that are still being opened
     open_seconds_max:  how long a step waits in all for versions that are still being opened
     asm_store:         host:port or unix:path of the store of long prefixes; empty: they are opened from folders alone
     asm_key_file, asm_tls_root_file: as key_file and tls_root_file, of the store

@@ -174,18 +174,14 @@ class Memories:
             self._openers = None
 
     def _begin(self, choice: Choice) -> _Opening:
-        """Have a version opened. Raises ResourceExhausted where every place is in use."""
+        """Have a version opened; what is idle stays until this is there. Raises ResourceExhausted where every place is in use."""
         if not self._config.engram_pool:
             raise InvalidArgument(f"engram memory {choice}: this engine has no pool; give additional_config.{KEY}.engram_pool")
         if len(self._open) + len(self._openings) >= self._config.memories_max:
             self._collect()
-        while len(self._open) + len(self._openings) >= self._config.memories_max:
-            idle = [(bool(one.holds), one.idle_since, known) for known, one in self._open.items() if not one.requests]
-            if not idle:
-                raise ResourceExhausted(
-                    f"{self._config.memories_max} memories are in use, the limit is {KEY}.memories_max; try again when a request is over"
-                )
-            self._shut(min(idle, key=lambda one: one[:2])[2])
+        in_use = sum(1 for memory in self._open.values() if memory.requests)
+        if in_use + len(self._openings) >= self._config.memories_max:
+            raise self._exhausted()
         if self._openers is None:
             self._openers = ThreadPoolExecutor(OPENINGS_MAX, thread_name_prefix="treadle-memory-open")
         opening = self._openings[choice] = _Opening(self._openers.submit(self._opened, choice))
@@ -203,15 +199,33 @@ class Memories:
                     self._adopt(choice)
 
     def _adopt(self, asked: Choice) -> Memory:
-        """The memory of an opening that is done, kept under its version. Raises what the opening did."""
+        """The memory of an opening that is done, kept under its version; the longest idle makes room. Raises what the opening did,
+        ResourceExhausted where every place has come into use meanwhile."""
         opened = self._openings.pop(asked).future.result()
         choice = Choice(opened.used.name, opened.used.version)
         known = self._open.get(choice)
         if known is not None:  # asked for without a version, and open already
             opened.handle.close()
             return known
+        try:
+            self._make_room()
+        except ResourceExhausted:
+            opened.handle.close()
+            raise
         self._open[choice] = opened
         return opened
+
+    def _make_room(self) -> None:
+        """Close idle versions, held ones last, until there is a place. Raises ResourceExhausted where every one is in use."""
+        while len(self._open) >= self._config.memories_max:
+            idle = [(bool(one.holds), one.idle_since, known) for known, one in self._open.items() if not one.requests]
+            if not idle:
+                raise self._exhausted()
+            self._shut(min(idle, key=lambda one: one[:2])[2])
+
+    def _exhausted(self) -> ResourceExhausted:
+        limit = self._config.memories_max
+        return ResourceExhausted(f"{limit} memories are in use, the limit is {KEY}.memories_max; try again when a request is over")
 
     def _shut(self, choice: Choice) -> None:
         memory = self._open.pop(choice)
