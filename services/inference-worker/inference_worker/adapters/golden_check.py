@@ -6,6 +6,7 @@ prompt's tokens are scored by the engine and by the explicit forward of `treadle
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ async def check_answers(engine: RunningEngine, folder: Path, vocabulary: int, *,
         return
     prompt = [1 + (STRIDE * place) % (vocabulary - 1) for place in range(PROMPT_TOKENS)]
     answer = await _answer(engine, prompt)
-    agreement = compare(folder, prompt, answer)
+    agreement = await asyncio.to_thread(compare, folder, prompt, answer)  # the loop goes on hearing the engine
     told = {"logprob_difference": round(agreement.logprob_difference, 6), "choice_loss": round(agreement.choice_loss, 6)}
     if not agreement.logprob_difference <= difference_max or not agreement.choice_loss <= difference_max:
         raise WrongAnswers(
