@@ -17,7 +17,7 @@ import pytest
 
 from treadle.cli.child import TAIL_LINES
 from treadle.cli.events import Event
-from treadle.cli.process_group import shared_memory_of
+from treadle.cli.process_group import TRACKER_SECONDS_MAX, kill_group, shared_memory_of
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.restarts import RestartPolicy
 from treadle.cli.supervisor import GaveUp, JobSpec, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
@@ -175,6 +175,19 @@ def test_services_are_drained_in_the_order_that_is_asked_for(stage: Stage) -> No
     assert not stage.told("killed")
 
 
+def test_services_that_are_drained_together_are_asked_before_any_is_waited_for(stage: Stage) -> None:
+    for name in ("pool", "worker", "worker-2", "worker-3", "gateway"):
+        stage.supervisor.start(spec(IGNORES_SIGTERM if "worker" in name else SERVES, name, drain_seconds=0.5))
+    stage.events.clear()
+    stage.supervisor.drain(("gateway", ("worker", "worker-2", "worker-3", "worker-4"), "pool"))
+    seen = [f"{event.name} {event.kind}" for event in stage.events]
+    workers = ("worker", "worker-2", "worker-3")
+    asked = seen.index("worker draining")
+    assert seen[asked : asked + 3] == [f"{name} draining" for name in workers]
+    assert stage.told("stopped") == ["gateway", *workers, "pool"]
+    assert stage.told("killed") == list(workers)
+
+
 def test_a_child_that_ignores_the_request_is_killed_after_the_limit(stage: Stage) -> None:
     service = stage.supervisor.start(spec(IGNORES_SIGTERM, drain_seconds=0.3))
     stage.supervisor.drain(())
@@ -269,6 +282,25 @@ def test_what_a_dead_child_had_shared_is_gone_with_it(stage: Stage, tmp_path: Pa
     else:
         stage.supervisor.drain(["pool"])
     assert not file.exists()
+
+
+def test_a_tracker_that_does_not_end_is_waited_for_without_reading_proc_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    listings: list[list[int]] = []
+    pids = psutil.pids
+
+    def listed() -> list[int]:
+        listings.append(pids())
+        return listings[-1]
+
+    monkeypatch.setattr(psutil, "pids", listed)
+    hangs = (sys.executable, "-c", "import signal; signal.pause()", "multiprocessing.resource_tracker")
+    with subprocess.Popen(hangs, start_new_session=True) as process:
+        mark = ProcessMark.of(process.pid)
+        began = time.monotonic()
+        kill_group(process.pid)
+        assert mark.wait_gone(10.0)
+        assert time.monotonic() - began >= TRACKER_SECONDS_MAX
+    assert len(listings) <= 10
 
 
 def test_waiting_for_something_outside_has_a_limit(stage: Stage) -> None:

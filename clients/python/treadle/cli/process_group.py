@@ -14,10 +14,12 @@ from pathlib import Path
 
 import psutil
 
+from treadle.cli.process_mark import ProcessMark
+
 # Python's own helper (multiprocessing): it unlinks the named shared memory of processes that were killed, once they are gone.
 TRACKER = b"multiprocessing.resource_tracker"
 TRACKER_SECONDS_MAX = 2.0  # it has a few files to unlink; seen: 20 ms on a busy machine
-LOOK_SECONDS = 0.01
+ROUND_SECONDS = 0.25  # that trackers get before /proc is read again, for a process that was forked while it was read
 
 
 def kill_group(leader: int) -> None:
@@ -27,12 +29,16 @@ def kill_group(leader: int) -> None:
     leader: not reaped yet, so that its number still means the group.
     """
     ends = time.monotonic() + TRACKER_SECONDS_MAX
-    while (members := _members(leader)) and any(map(_is_tracker, members)) and time.monotonic() < ends:
+    while time.monotonic() < ends:
+        members = _members(leader)
+        trackers = [pid for pid in members if _is_tracker(pid)]
+        if not trackers:
+            break
         for pid in members:
-            if not _is_tracker(pid):
+            if pid not in trackers:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(LOOK_SECONDS)
+        _wait_gone(trackers, min(ends, time.monotonic() + ROUND_SECONDS))
     with suppress(ProcessLookupError):  # nobody is left in it
         os.killpg(leader, signal.SIGKILL)
 
@@ -56,6 +62,13 @@ def _members(leader: int) -> list[int]:
             if os.getpgid(pid) == leader and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 members.append(pid)
     return members
+
+
+def _wait_gone(pids: Iterable[int], ends: float) -> None:
+    """Until all of them are gone, or the monotonic clock says `ends`."""
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            ProcessMark.of(pid).wait_gone(max(0.0, ends - time.monotonic()))
 
 
 def _is_tracker(pid: int) -> bool:

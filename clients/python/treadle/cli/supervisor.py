@@ -201,12 +201,13 @@ class Supervisor:
         finally:
             self._restarting = False
 
-    def drain(self, order: Sequence[str]) -> None:
-        """Stop services one after another: SIGTERM, wait, kill. Those that are not in `order` come first."""
+    def drain(self, order: Sequence[str | tuple[str, ...]]) -> None:
+        """Stop services one after another: SIGTERM, wait, kill. A tuple's are stopped together. Those that are not in `order` come first."""
         self._restarting = False
-        first = [name for name in reversed(self.services) if name not in order]
-        for name in [*first, *(name for name in order if name in self.services)]:
-            self._stop(self.services[name])
+        groups = [(each,) if isinstance(each, str) else each for each in order]
+        named = {name for group in groups for name in group}
+        for group in [*((name,) for name in reversed(self.services) if name not in named), *groups]:
+            self._stop([self.services[name] for name in group if name in self.services])
 
     def close(self) -> None:
         """Kill what still runs and close files."""
@@ -221,12 +222,20 @@ class Supervisor:
         for log in self._files.values():
             log.close()
 
-    def _stop(self, service: Service) -> None:
-        child, service.due = service.child, None
-        if child is not None and child.returncode is None:
-            self._tell("draining", service.spec.service, seconds=service.spec.drain_seconds)
-            child.signal(signal.SIGTERM)
-            ends: float | None = time.monotonic() + service.spec.drain_seconds
+    def _stop(self, services: Sequence[Service]) -> None:
+        """All are asked at once; then each has had its seconds since that."""
+        began = time.monotonic()
+        for service in services:
+            service.due = None
+            if service.child is not None and service.child.returncode is None:
+                self._tell("draining", service.spec.service, seconds=service.spec.drain_seconds)
+                service.child.signal(signal.SIGTERM)
+        for service in services:
+            self._wait_stopped(service, began + service.spec.drain_seconds)
+
+    def _wait_stopped(self, service: Service, ends: float | None) -> None:
+        child = service.child
+        if child is not None:
             while child.returncode is None:
                 self._turn(ends)
                 if child.returncode is None and ends is not None and (time.monotonic() > ends or self._stops > 1):
