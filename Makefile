@@ -52,7 +52,7 @@ $(VENV)/tools: $(VENV)/installed
 install: $(VENV)/installed  ## make the environment: .venv with every package of this tree
 
 .PHONY: vllm-env
-vllm-env: $(VLLM_VENV)/installed  ## make the environment of the engine vllm: .venv-vllm (3 GB)
+vllm-env: $(VLLM_VENV)/installed  ## make the environment of the engine vllm: .venv-vllm (2.3 GB)
 
 .PHONY: demo
 demo: $(VENV)/installed $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV)/installed)  ## a real model answers, with Engram rows from the pool, then behind a long prefix, with the figures; ENGINE=vllm
