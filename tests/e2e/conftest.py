@@ -42,6 +42,11 @@ class RunningFabric:
         return next(service for service in self.status()["services"] if service["service"] == name)
 
     @property
+    def worker_key(self) -> str:
+        """That its workers ask for; those that others start beside it ask for none."""
+        return Path(self.state["worker_key_file"]).read_text().strip()
+
+    @property
     def url(self) -> str:
         return str(self.state["gateway_url"])
 

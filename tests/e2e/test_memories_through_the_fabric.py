@@ -15,9 +15,10 @@ from treadle.cli.held_out import NO_MEMORY, blocks_of, measure
 from treadle.cli.memories import GrownMemory, held_out_text, shipped_memory
 from treadle.cli.shuffled_memory import write_shuffled
 from treadle.client import Fabric
+from treadle.contract.errors import AccessDenied
 from treadle.inference.v1 import worker_pb2 as pb
 
-from .conftest import KJV_KEY, RunningFabric, until
+from .conftest import KJV_KEY, PLAIN_KEY, RunningFabric, until
 
 PROMPT = "And the LORD spake unto Moses,"
 HELD_OUT_TOKENS = 2560  # ten blocks: the shuffled rows' part is then chance of a few tenths of a percent
@@ -73,14 +74,14 @@ def version_that_answers(fabric: RunningFabric, engram: str) -> str:
         return ""
 
 
-def prompt_logprobs(address: str, block: Sequence[int], memory: str) -> tuple[list[float], list[str]]:
+def prompt_logprobs(address: str, key: str, block: Sequence[int], memory: str) -> tuple[list[float], list[str]]:
     """Of a block's tokens and of eight more, from a worker that does nothing else meanwhile; and the transports it reports."""
     request = pb.GenerateRequest(
         prompt_token_ids=block, engram=pb.EngramChoice(model=memory),
         sampling=pb.Sampling(max_tokens=8, prompt_logprobs=True, top_logprobs=0, ignore_eos=True),
         memory_policy=pb.MemoryPolicy(wait_seconds_max=10.0),
     )  # fmt: skip
-    with Fabric(worker=address) as sdk:
+    with Fabric(worker=address, key=key) as sdk:
         answers = list(sdk.worker.generate(request, ANSWER_SECONDS_MAX))
     assert not answers[-1].degraded
     logprobs = [token.logprob for answer in answers for token in (*answer.prompt_logprobs, *answer.logprobs)]
@@ -106,6 +107,18 @@ def test_a_request_chooses_its_memory_by_field_by_alias_or_by_its_key_and_has_no
     assert f"{fabric.model}+kjv" in [model.id for model in fabric.client().models.list().data]
 
 
+def test_the_worker_refuses_whoever_passes_the_gateway_by_without_its_key(
+    fabric: RunningFabric, blocks: list[tuple[int, ...]]
+) -> None:
+    address = fabric.service("inference-worker")["address"]
+    with Fabric(worker=address) as stranger, pytest.raises(AccessDenied):
+        stranger.worker.status()
+    with pytest.raises(AccessDenied):
+        prompt_logprobs(address, PLAIN_KEY, blocks[0], NO_MEMORY)  # a key of the gateway is none of the worker
+    with Fabric(worker=address, key=fabric.worker_key) as ours:
+        assert ours.worker.status().model == fabric.model
+
+
 def test_a_choice_that_contradicts_itself_or_is_not_there_is_told(fabric: RunningFabric) -> None:
     with pytest.raises(openai.BadRequestError, match="choose different memories"):
         complete(fabric, model=f"{fabric.model}+kjv", engram="none")
@@ -113,12 +126,15 @@ def test_a_choice_that_contradicts_itself_or_is_not_there_is_told(fabric: Runnin
         complete(fabric, engram="tales")
 
 
-def test_every_way_that_rows_come_gives_the_same_bits(workers: dict[str, str], blocks: list[tuple[int, ...]]) -> None:
-    seen = {transport: prompt_logprobs(address, blocks[0], "kjv") for transport, address in workers.items()}
+def test_every_way_that_rows_come_gives_the_same_bits(
+    fabric: RunningFabric, workers: dict[str, str], blocks: list[tuple[int, ...]]
+) -> None:
+    key = fabric.worker_key
+    seen = {transport: prompt_logprobs(address, key, blocks[0], "kjv") for transport, address in workers.items()}
     assert {transport: ways for transport, (_, ways) in seen.items()} == {way: [way] for way in ("mapped", "local", "rpc")}
     assert len(seen["mapped"][0]) == len(blocks[0]) - 1 + 8
     assert seen["local"][0] == seen["mapped"][0] == seen["rpc"][0]
-    assert seen["mapped"][0] != prompt_logprobs(workers["mapped"], blocks[0], NO_MEMORY)[0]
+    assert seen["mapped"][0] != prompt_logprobs(workers["mapped"], key, blocks[0], NO_MEMORY)[0]
 
 
 def test_wrong_rows_lose_all_that_the_memory_gains(
@@ -128,7 +144,7 @@ def test_wrong_rows_lose_all_that_the_memory_gains(
     loaded = fabric.run("pool", "load", "--grown", str(tmp_path / "shuffled"))
     assert loaded.returncode == 0, loaded.stderr
     until(lambda: version_that_answers(fabric, wrong.name) == wrong.version)
-    with Fabric(worker=fabric.service("inference-worker")["address"]) as sdk:
+    with Fabric(worker=fabric.service("inference-worker")["address"], key=fabric.worker_key) as sdk:
         scores = measure(sdk.worker, blocks, (NO_MEMORY, "kjv", wrong.name))
     assert scores["kjv"].versions == {shipped.model.version}
     assert scores[wrong.name].versions == {wrong.version}
@@ -147,8 +163,8 @@ def test_a_memory_is_grown_loaded_replaced_and_rolled_back_while_the_same_proces
     assert version_that_answers(fabric, "notes") == ""
     assert fabric.run("pool", "load", "--grown", str(notes)).returncode == 0
     until(lambda: version_that_answers(fabric, "notes") == first)
-    worker = fabric.service("inference-worker")["address"]
-    assert prompt_logprobs(worker, blocks[0], "notes")[0] != prompt_logprobs(worker, blocks[0], NO_MEMORY)[0]
+    worker, key = fabric.service("inference-worker")["address"], fabric.worker_key
+    assert prompt_logprobs(worker, key, blocks[0], "notes")[0] != prompt_logprobs(worker, key, blocks[0], NO_MEMORY)[0]
 
     second = write_shuffled(notes, tmp_path / "notes", name="notes").version
     assert fabric.run("pool", "load", "--grown", str(tmp_path / "notes")).returncode == 0

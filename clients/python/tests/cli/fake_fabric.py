@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from treadle.contract.errors import TreadleError
+from treadle.contract.errors import Unavailable
 
 MODEL = "fake-135m"
 VERSIONS = {"kjv": "1b" * 32, "code": "c0de" * 16}  # of memories that no pool knows
@@ -67,6 +67,7 @@ class _Server(ThreadingHTTPServer):
 def _serve_gateway(arguments: dict[str, str]) -> str:
     host, _, port = arguments["--listen"].rpartition(":")
     Gateway.worker = arguments.get("--worker", "").split(",")[0].rpartition("=")[2]
+    Gateway.worker_key = Path(arguments["--worker-key-file"]).read_text().strip()
     server = _Server((host.strip("[]"), int(port)), Gateway)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"{host}:{server.server_port}"
@@ -77,7 +78,7 @@ class Gateway(BaseHTTPRequestHandler):
 
     seen: list[dict[str, Any]] = []  # noqa: RUF012 - one list for all, on purpose
     keys: tuple[str, ...] = ()
-    worker = ""
+    worker, worker_key = "", ""
     versions = VERSIONS
     refusal: dict[str, Any] | None = None  # what every question is answered with
 
@@ -169,7 +170,8 @@ def _memories() -> dict[str, str]:
     if Gateway.worker:
         from treadle.client import Fabric
 
-        with suppress(TreadleError), Fabric(worker=Gateway.worker) as fabric:  # it may be away: what was known stays
+        # It may be away: what was known stays.
+        with suppress(Unavailable), Fabric(worker=Gateway.worker, key=Gateway.worker_key) as fabric:
             Gateway.versions = {memory.model: memory.version for memory in fabric.worker.status().engram_models}
     return {name: Gateway.versions[name] for name in offered if name in Gateway.versions}
 

@@ -1,4 +1,7 @@
-"""The fake pool, store and worker: gRPC servers that keep names and versions of what is loaded, and make answers up."""
+"""The fake pool, store and worker: gRPC servers that keep names and versions of what is loaded, and make answers up.
+
+The worker asks for a key where it is given a file of keys, as the real one does.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,20 @@ class _Store(asm_store_pb2_grpc.AsmStoreServiceServicer):
         return asm_store_pb2.ListResponse()
 
 
+class _KeyAsked(grpc.ServerInterceptor):
+    """Refuses calls that do not show the key."""
+
+    def __init__(self, key: str) -> None:
+        self._shown = f"Bearer {key}"
+        self._refused: Any = grpc.unary_unary_rpc_method_handler(
+            lambda request, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "show a key")
+        )
+
+    def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+        shown = dict(details.invocation_metadata).get("authorization")
+        return continuation(details) if shown == self._shown else self._refused
+
+
 class _Worker(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, pool: str, model_dir: str, engine: str) -> None:
         self._pool, self._model_dir, self._engine = pool, model_dir, engine
@@ -147,8 +164,9 @@ def _offered() -> list[str]:
     return os.environ.get("FAKE_MEMORIES", "kjv,code").split(",")
 
 
-def _grpc_server(listen: str) -> tuple[grpc.Server, str]:
-    server = grpc.server(ThreadPoolExecutor(2))
+def _grpc_server(listen: str, key_file: str = "") -> tuple[grpc.Server, str]:
+    key_asked: list[grpc.ServerInterceptor] = [_KeyAsked(Path(key_file).read_text().strip())] if key_file else []
+    server = grpc.server(ThreadPoolExecutor(2), interceptors=key_asked)
     host, _, _ = listen.rpartition(":")
     SERVERS.append(server)
     return server, f"{host}:{server.add_insecure_port(listen)}"
@@ -179,7 +197,7 @@ def serve_store(arguments: dict[str, str]) -> tuple[str, str]:
 
 def serve_worker(arguments: dict[str, str]) -> tuple[str, str]:
     """Where it listens for calls, and where its metrics would be."""
-    server, address = _grpc_server(arguments["--listen"])
+    server, address = _grpc_server(arguments["--listen"], arguments.get("--api-key-file", ""))
     worker = _Worker(arguments.get("--engram-pool", ""), arguments["--model"], arguments["--engine"])  # type: ignore[abstract]
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(worker, server)
     server.start()

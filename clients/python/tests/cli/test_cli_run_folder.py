@@ -37,6 +37,21 @@ def test_a_state_is_read_as_it_was_written(folder: RunFolder) -> None:
     assert folder.read() is None
 
 
+def test_a_fabric_has_a_key_of_its_own_that_goes_with_its_state(folder: RunFolder) -> None:
+    with folder.lock():
+        state = replace(STATE, worker_key_file=str(folder.make_worker_key()))
+        first = state.worker_key()
+        assert len(bytes.fromhex(first or "")) == 32
+        folder.worker_key_path.chmod(0o644)
+        folder.make_worker_key()
+        assert folder.worker_key_path.stat().st_mode & 0o777 == 0o600
+        assert state.worker_key() != first
+    folder.forget()
+    with pytest.raises(Unavailable, match=r"worker\.key, cannot be read"):
+        state.worker_key()
+    assert STATE.worker_key() is None
+
+
 def test_the_state_of_a_dead_fabric_does_not_count(folder: RunFolder) -> None:
     with folder.lock():
         folder.write(DEAD)

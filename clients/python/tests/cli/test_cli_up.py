@@ -16,11 +16,16 @@ from typing import Any
 import psutil
 import pytest
 
-from treadle.contract.errors import NotFound
+from treadle.client import Fabric
+from treadle.contract.errors import AccessDenied, NotFound
 
 SERVICES = ("engram-pool", "asm-store", "inference-worker", "inference-gateway")
 FREE = ("--gateway-port", "0", "--port-base", "0")
 FOLDER = (*FREE, "--model", "./model")  # which saves the fetch
+
+
+# A supervisor without tethers: tells its child's number, passes on what that says, and hears no SIGTERM.
+LEADER = "child = subprocess.Popen(sys.argv[1:], start_new_session=True); print(child.pid, flush=True)\nwhile True: signal.pause()"
 
 
 def marks_of(cli: Any) -> list[Any]:
@@ -137,6 +142,57 @@ def test_a_pool_that_keeps_dying_is_failing_and_the_others_stay_up(cli: Any, wai
     assert cli("chat", "Is this a loom?").stdout == "Is this a loom? indeed\n"
 
 
+def test_one_of_several_workers_that_keeps_dying_is_failing_and_the_others_serve(cli: Any, wait_for: Callable[..., Any]) -> None:
+    cli("up", "--detach", "--no-engram", "--no-asm", *FOLDER, "--workers", "2")
+    others = [cli.process(name) for name in ("inference-worker", "inference-gateway")]
+    kill_again_and_again(cli, wait_for, "inference-worker-2", 6)
+    wait_for(lambda: cli.state()["services"][1]["stage"] == "failing", "the second worker is failing")
+    assert all(mark.alive() for mark in others)
+    assert cli("chat", "Is this a loom?").stdout == "Is this a loom? indeed\n"
+
+
+def test_the_only_worker_that_keeps_dying_ends_the_fabric(cli: Any) -> None:
+    from treadle.cli.fabric import FabricRun
+    from treadle.cli.fabric_options import FabricOptions
+    from treadle.cli.run_folder import RunFolder
+
+    for workers, given_up in ((1, True), (2, False)):
+        run = FabricRun(RunFolder(cli.home), FabricOptions(workers=workers), lambda event: None)
+        assert run._worker_spec("inference-worker", "", "").given_up is given_up
+
+
+@pytest.mark.parametrize("supervisor", ["dead", "standing still"])
+def test_down_kills_with_a_service_what_it_had_started(
+    cli: Any, supervisor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from treadle.cli import up
+    from treadle.cli.process_mark import ProcessMark
+    from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
+
+    monkeypatch.setattr(up, "DOWN_SECONDS", 0.1)
+    folder = RunFolder(cli.home)
+    starts_one = "import signal, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); signal.pause()"
+    watches = f"import subprocess, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LEADER}"
+    command = [sys.executable, "-c", watches, sys.executable, "-c", starts_one]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent, ExitStack() as stack:
+        assert parent.stdout is not None
+        leader, started = (ProcessMark.of(int(parent.stdout.readline())) for _ in range(2))
+        above = ProcessMark.of(parent.pid)
+        stack.callback(lambda: [mark.send(signal.SIGKILL) for mark in (above, leader, started)])
+        with folder.lock():
+            folder.write(
+                FabricState(above, "ready", "", "", services=(ServiceRecord("inference-worker", "ready", process=leader),))
+            )
+        if supervisor == "dead":
+            parent.kill()
+            parent.wait()
+            assert up.take_down(folder)[0] is False
+        else:
+            assert up.take_down(folder)[0] is True
+        assert all(mark.wait_gone(10.0) for mark in (above, leader, started))
+    assert folder.read_any() is None
+
+
 def test_a_refused_second_fabric_leaves_the_first_ones_errors_alone(cli: Any) -> None:
     cli("up", "--detach", "--no-engram", *FOLDER)
     errors = cli.home / "run" / "logs" / "supervisor.stderr"
@@ -184,6 +240,29 @@ def test_services_are_started_with_what_the_options_say(cli: Any) -> None:
     assert "--api-key-file" in begun["inference-gateway"]
     assert cli.state()["api_key_file"] == str(key_file)
     assert not (cli.home / "run" / "logs" / "model-fetch.log").exists()  # a folder is used as it is
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_worker_answers_nobody_but_who_can_read_this_users_key(cli: Any, workers: str) -> None:
+    up = json.loads(cli("up", "--detach", "--json", *FOLDER, "--workers", workers).stdout)
+    file = Path(up["worker_key_file"])
+    assert file == cli.home / "run" / "worker.key"
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+    key = file.read_text().strip()
+    for record in up["services"]:
+        if record["service"].startswith("inference-worker"):
+            for shown in (None, "another"):
+                with Fabric(worker=record["listen"], key=shown) as stranger, pytest.raises(AccessDenied):
+                    stranger.worker.status()
+            with Fabric(worker=record["listen"], key=key) as ours:
+                assert ours.worker.status().model == "fake-135m"
+    for service in marks_of(cli):
+        assert key not in "".join(psutil.Process(service.pid).cmdline())  # which all users can see
+    assert cli("status").stdout
+    cli("down")
+    assert not file.exists()
+    cli("up", "--detach", *FOLDER)
+    assert file.read_text().strip() not in ("", key)
 
 
 def test_several_workers_share_a_pool_and_a_gateway(cli: Any) -> None:

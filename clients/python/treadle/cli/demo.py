@@ -186,7 +186,7 @@ def _perplexities(state: FabricState, show: Show, shuffled: str, tokens: int, vi
     def tick(done: int, of: int) -> None:
         view(Event("progress", "held-out text", f"block {done} of {of}"))
 
-    with Fabric(worker=record_of(state, WORKER).listen) as sdk:
+    with Fabric(worker=record_of(state, WORKER).listen, key=state.worker_key()) as sdk:
         show.scores = measure(sdk.worker, blocks, (NO_MEMORY, show.memory.name, shuffled), tick)
     view.rest()
     without, informed, wrong_rows = show.scores.values()
@@ -219,7 +219,8 @@ def _evidence(
     from treadle.client import Fabric
 
     assert show.memory is not None
-    with Fabric(engram=record_of(state, POOL).listen, worker=record_of(state, WORKER).listen) as sdk:
+    pool, worker = record_of(state, POOL).listen, record_of(state, WORKER).listen
+    with Fabric(engram=pool, worker=worker, key=state.worker_key()) as sdk:
         show.served = gathered(show.pairs, show.scores, sdk.worker.status(), sdk.engram.list_models(), before)
     show.counted = _pool_counters(state).since(before)
     for model in (show.memory.model, shuffled):
@@ -234,7 +235,7 @@ def _engine(state: FabricState, show: Show, asked: WorkerEngine, quiet: bool) ->
     """The worker itself says what runs its model."""
     from treadle.client import Fabric
 
-    with Fabric(worker=record_of(state, WORKER).listen) as sdk:
+    with Fabric(worker=record_of(state, WORKER).listen, key=state.worker_key()) as sdk:
         status = sdk.worker.status()
     show.engine = f"{status.engine} {status.engine_version}, {status.dtype}"
     if status.engine != asked:

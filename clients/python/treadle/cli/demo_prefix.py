@@ -135,7 +135,7 @@ def score(act: PrefixAct, state: FabricState) -> list[str]:
     def ids_of(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    with Fabric(worker=record_of(state, WORKER).listen) as sdk:
+    with Fabric(worker=record_of(state, WORKER).listen, key=state.worker_key()) as sdk:
         try:
             act.likelihood = likelihood(sdk.worker, ids_of, act.asked)
         except DataLoss as error:

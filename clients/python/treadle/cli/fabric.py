@@ -21,7 +21,7 @@ from treadle.cli.fabric_options import SPEED_TABLE, EngramTable, FabricOptions
 from treadle.cli.gateway import get, join_address, reachable_url
 from treadle.cli.memories import GrownMemory, shipped_memory
 from treadle.cli.process_mark import ProcessMark
-from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord
+from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, read_worker_key
 from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
 from treadle.cli.service_log import ServiceLog
 from treadle.cli.supervisor import GaveUp, Service, ServiceSpec, StartFailed, StopRequested, Supervisor
@@ -87,6 +87,7 @@ class FabricRun:
         self._me = ProcessMark.of(os.getpid())
         self._stage, self._step, self._model_dir, self._served_as = "starting", "", "", options.served_as
         self._memories: list[GrownMemory] = []  # that are to be loaded
+        self._worker_key_file = ""  # before the lock is ours
 
     def run(self, on_ready: Callable[[FabricState], None], on_locked: Callable[[], None] = lambda: None) -> None:
         """Sweep, bring up, call `on_ready`, watch until a stop is requested, drain. `on_locked`: this home is ours from here on.
@@ -123,6 +124,7 @@ class FabricRun:
         self.folder.write_failure(service, words)
 
     def _prepare(self, freed: int) -> None:
+        self._worker_key_file = str(self.folder.make_worker_key())
         self._record()
         self._memories = [GrownMemory.read(Path(folder)) for folder in self.options.memories]
         self._check_ports()
@@ -185,7 +187,7 @@ class FabricRun:
             return
         from treadle.client import Fabric  # gRPC takes 100 ms to import
 
-        with Fabric(worker=worker) as sdk:
+        with Fabric(worker=worker, key=read_worker_key(self._worker_key_file)) as sdk:
             refusals = {memory.model: memory.refusal for memory in sdk.worker.status().engram_models if memory.refusal}
         for memory in self._memories:
             if memory.name not in refusals:
@@ -209,7 +211,7 @@ class FabricRun:
     def _take_down(self) -> None:
         self._stage = "draining"
         try:
-            self._supervisor.drain((GATEWAY, *worker_names(self.options.workers), STORE, POOL))  # nobody loses what it still calls
+            self._supervisor.drain((GATEWAY, worker_names(self.options.workers), STORE, POOL))  # nobody loses what it still calls
         finally:
             self._supervisor.close()
             self.folder.forget()
@@ -238,6 +240,8 @@ class FabricRun:
     def _worker_spec(self, name: str, pool: str, store: str) -> ServiceSpec:
         options = self.options
         argv = (*self._worker_command(), *DRAIN_FLAGS, "--engine", options.engine, "--model", self._model_dir)
+        # Past the gateway nobody's limits and tenants hold: what the machine's other users can reach asks for a key.
+        argv += ("--api-key-file", self._worker_key_file)
         argv += ("--served-model-name", self._served_as) if self._served_as else ()
         if pool:
             argv += ("--engram-pool", pool, "--engram-transport", options.engram_transport)
@@ -246,7 +250,7 @@ class FabricRun:
         else:
             argv += ("--engram-transport", "off")
         argv += ("--asm-store", store) if store else ()
-        spec = self._internal(name, argv)
+        spec = replace(self._internal(name, argv), given_up=options.workers == 1)  # else the others serve meanwhile
         return replace(spec, ready_seconds=VLLM_READY_FACTOR * spec.ready_seconds) if options.engine is WorkerEngine.VLLM else spec
 
     def _worker_command(self) -> tuple[str, ...]:
@@ -255,7 +259,7 @@ class FabricRun:
     def _gateway_spec(self, workers: Mapping[str, str], pool: str) -> ServiceSpec:
         options = self.options
         named = [f"{name}={address}" for name, address in workers.items()] if len(workers) > 1 else workers.values()
-        argv = (*service_module(GATEWAY), "--worker", ",".join(named))
+        argv = (*service_module(GATEWAY), "--worker", ",".join(named), "--worker-key-file", self._worker_key_file)
         argv += ("--engram-pool", pool) if pool else ()
         if options.api_key_file:
             argv += ("--api-key-file", options.api_key_file)
@@ -294,6 +298,7 @@ class FabricRun:
             step,
             self._model_dir,
             self.options.api_key_file,
+            self._worker_key_file,
             services,
         )
         self.folder.write(state)

@@ -1,7 +1,7 @@
 """The run folder of a fabric: who runs where, the lock that makes it one, the logs.
 
-Owns `$TREADLE_HOME/run` (default `~/.cache/treadle/run`): `up.lock`, `state.json`, `last-failure.json`, `logs/`. Does not start
-or stop anything.
+Owns `$TREADLE_HOME/run` (default `~/.cache/treadle/run`): `up.lock`, `state.json`, `worker.key`, `last-failure.json`, `logs/`. Does
+not start or stop anything.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from treadle.contract.errors import DataLoss, Unavailable
 SCHEMA = "treadle.run/1"
 FAILURE_SCHEMA = "treadle.failure/1"
 STATE_BYTES_MAX = 1 << 20
+WORKER_KEY_BYTES = 32
 FAILURE_WORDS_MAX = 16_384  # characters; a child's last lines fit
 
 
@@ -40,7 +42,11 @@ class ServiceRecord:
 
 @dataclass(frozen=True, slots=True)
 class FabricState:
-    """A running fabric. `stage`: starting, ready or draining; `step`: what it is waiting for while it starts."""
+    """A running fabric. `stage`: starting, ready or draining; `step`: what it is waiting for while it starts.
+
+    api_key_file:    keys that its gateway accepts; "": it asks for none
+    worker_key_file: the key that its workers ask for; "": a fabric of an older version, whose workers ask for none
+    """
 
     supervisor: ProcessMark
     stage: str
@@ -49,11 +55,16 @@ class FabricState:
     step: str = ""
     model_dir: str = ""
     api_key_file: str = ""
+    worker_key_file: str = ""
     services: tuple[ServiceRecord, ...] = field(default=())
 
     def service(self, name: str) -> ServiceRecord | None:
         """The record of one service, if it has one."""
         return next((record for record in self.services if record.service == name), None)
+
+    def worker_key(self) -> str | None:
+        """The key to show to its workers, read now; None: they ask for none. Unavailable if the file is gone."""
+        return read_worker_key(self.worker_key_file) if self.worker_key_file else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,14 @@ class Failure:
     service: str
     words: str
     log: str
+
+
+def read_worker_key(path: str) -> str:
+    """The key in a file that `RunFolder.make_worker_key` wrote. Unavailable if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise Unavailable(f"the key of the workers, {path}, cannot be read: {error.strerror}") from error
 
 
 def home() -> Path:
@@ -80,12 +99,14 @@ class RunFolder:
         self.path = home / "run"
         self.logs = self.path / "logs"
         self.state_path = self.path / "state.json"
+        self.worker_key_path = self.path / "worker.key"
         self.failure_path = self.path / "last-failure.json"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold `up.lock`: one fabric for each run folder. Unavailable, naming who holds it."""
-        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.chmod(0o700)  # the logs may have made it first
         fd = os.open(self.path / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:
             self._take(fd)
@@ -113,9 +134,18 @@ class RunFolder:
         except (ValueError, KeyError, TypeError) as error:
             raise DataLoss(f"{self.state_path} is not a state of {SCHEMA} ({error}); remove it once nothing runs") from error
 
+    def make_worker_key(self) -> Path:
+        """Write a new random key that workers shall ask for, for this user's eyes alone; its file. Only under the lock."""
+        self.worker_key_path.unlink(missing_ok=True)
+        fd = os.open(self.worker_key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(f"{secrets.token_hex(WORKER_KEY_BYTES)}\n")
+        return self.worker_key_path
+
     def forget(self) -> None:
-        """Remove the state."""
+        """Remove the state, and the key of workers that are gone."""
         self.state_path.unlink(missing_ok=True)
+        self.worker_key_path.unlink(missing_ok=True)
 
     def write_failure(self, service: str, words: str) -> Failure:
         """Keep why this fabric ends, for `treadle status` and `treadle logs`; what was kept before goes. Only under the lock."""

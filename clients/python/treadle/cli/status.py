@@ -107,7 +107,7 @@ def _ask_store(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
 def _ask_worker(record: ServiceRecord, state: FabricState) -> dict[str, Any]:
     from treadle.client import Fabric
 
-    with Fabric(worker=record.listen, timeout_seconds=ASK_SECONDS) as fabric:
+    with Fabric(worker=record.listen, key=state.worker_key(), timeout_seconds=ASK_SECONDS) as fabric:
         worker = fabric.worker.status()
     return {
         "engine": worker.engine, "engine_version": worker.engine_version, "dtype": worker.dtype,

@@ -26,6 +26,7 @@ from treadle.cli.fabric_options import (
     FabricOptions,
 )
 from treadle.cli.gateway import ServedName, first_key, served_names
+from treadle.cli.process_group import kill_group
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
 from treadle.cli.segments import sweep_abandoned
@@ -35,7 +36,7 @@ from treadle.cli.worker_engine import WorkerEngine
 from treadle.contract.errors import Unavailable
 from treadle.contract.policy import TransportChoice
 
-DOWN_SECONDS = 3 * DRAIN_SECONDS + 10.0  # of four services at most three take their time, one after another; then files and locks
+DOWN_SECONDS = 4 * DRAIN_SECONDS + 10.0  # gateway, workers together, store and pool, one after another; then files and locks
 MEMORIES_TOLD_MAX = 8  # in one line
 KILL_SECONDS = 5.0  # the kernel needs milliseconds, unless a disk hangs
 
@@ -166,7 +167,7 @@ def up_document(folder: RunFolder, state: FabricState, names: Sequence[ServedNam
     ]  # fmt: skip
     return {
         "gateway_url": state.gateway_url, "model": names[0].id, "model_dir": state.model_dir, "pid": state.supervisor.pid,
-        "segment_dir": state.segment_dir, "logs": str(folder.logs), "memories": memories,
+        "worker_key_file": state.worker_key_file, "segment_dir": state.segment_dir, "logs": str(folder.logs), "memories": memories,
         "services": [asdict(record) for record in state.services],
     }  # fmt: skip
 
@@ -194,10 +195,19 @@ def take_down(folder: RunFolder) -> tuple[bool, str]:
     if gone:
         return True, f"stopped (pid {supervisor.pid})"
     console.print(f"pid {supervisor.pid} did not drain within {DOWN_SECONDS:.0f} s: killing it and its services", soft_wrap=True)
+    _kill(folder, supervisor)
+    return True, f"killed (pid {supervisor.pid})"
+
+
+def _kill(folder: RunFolder, supervisor: ProcessMark) -> None:
+    """Kill a supervisor that does not drain, its services with all that they started, and free their segments."""
+    supervisor.send(signal.SIGSTOP)  # so that it starts none anew, and reaps none: their numbers go on meaning them
+    state = folder.read_any()
+    services = state.services if state is not None else ()
+    _kill_groups(services)
     supervisor.send(signal.SIGKILL)
     supervisor.wait_gone(KILL_SECONDS)
-    _clean_up(folder, state.services)
-    return True, f"killed (pid {supervisor.pid})"
+    _clean_up(folder, services)
 
 
 def _clean_up(folder: RunFolder, services: tuple[ServiceRecord, ...]) -> int:
@@ -207,11 +217,17 @@ def _clean_up(folder: RunFolder, services: tuple[ServiceRecord, ...]) -> int:
 
 
 def _remove_remains(folder: RunFolder, services: tuple[ServiceRecord, ...]) -> int:
-    marks: list[ProcessMark] = [record.process for record in services if record.process is not None]
-    for mark in marks:  # the kernel has killed them already, unless they were started without a tether
-        mark.send(signal.SIGKILL)
-    for mark in marks:
+    for mark in _kill_groups(services):  # the kernel has killed them already, unless they were started without a tether
         if not mark.wait_gone(KILL_SECONDS):
             raise Unavailable(f"pid {mark.pid} does not die; it may wait for a disk")
     folder.forget()
     return sweep_abandoned(folder.home)
+
+
+def _kill_groups(services: tuple[ServiceRecord, ...]) -> list[ProcessMark]:
+    """SIGKILL to those that still run and to whatever they started; the marks of all."""
+    marks: list[ProcessMark] = [record.process for record in services if record.process is not None]
+    for mark in marks:
+        if mark.alive():  # else its number may mean another's group by now
+            kill_group(mark.pid)
+    return marks
