@@ -98,11 +98,8 @@ class AsmStoreServer(pb_grpc.AsmStoreServiceServicer):
 
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:  # noqa: N802
         """What is kept."""
-        listing = await self._store.listing(request.name)
-        if request.HasField("after"):
-            after = request.after.name, request.after.version
-            listing = [listed for listed in listing if listed.key > after]
-        return m.list_message(listing)
+        after = (request.after.name, request.after.version) if request.HasField("after") else None
+        return m.list_message(await self._store.listing(request.name, after))
 
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:  # noqa: N802
         """Keep a version from eviction for a while."""

@@ -35,7 +35,7 @@ from inference_worker.server import STATUS, ModelCard, WorkerServer
 from inference_worker.settings import EngramTransport, Settings
 from treadle.chassis.server import run_service
 from treadle.chassis.settings import WrongSetting, split_address
-from treadle.client.asm import DictionaryCache
+from treadle.client.asm import DictionaryCache, ReadManifests
 from treadle.client.asm.cache import CACHE_FOLDER
 from treadle.client.endpoint import Endpoint
 from treadle.client.engram import EngramPool
@@ -180,13 +180,16 @@ def prefixes_of(
         PrefixMetrics(registry),
     )
     cache = dictionary_cache(settings, metrics)
-    store = StoreOfPrefixes(endpoint, cache)
+    manifests = ReadManifests()
+    store = StoreOfPrefixes(endpoint, cache, manifests)
     catalogue = PrefixCatalogue(store, opener, open_max=settings.prefixes_max, observer=metrics)
     metrics.watch(catalogue)
     with (
         closing(store),
         closing(catalogue),
-        SourceWatch(lambda: StoreConnection(endpoint, cache), catalogue, name="asm store", address=endpoint.address) as watch,
+        SourceWatch(
+            lambda: StoreConnection(endpoint, cache, manifests), catalogue, name="asm store", address=endpoint.address
+        ) as watch,
     ):
         watch.wait_answered(FIRST_ANSWER_SECONDS_MAX)
         yield catalogue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from treadle.client import AsyncFabric
-from treadle.client.asm import AsmStore
+from treadle.client.asm import AsmStore, ReadManifests
 from treadle.contract import DeadlineExceeded, InvalidArgument, Overtaken, ProtocolMismatch
 
 if TYPE_CHECKING:
@@ -74,6 +76,31 @@ def test_the_time_of_a_list_is_that_of_all_its_parts(asm: AsmStore, scripted: Sc
     with pytest.raises(DeadlineExceeded):
         asm.list(timeout_seconds=0.5)
     assert len(asm.list(timeout_seconds=5.0)) == 2
+
+
+def test_a_list_of_many_parts_takes_as_long_as_it_takes_where_each_comes_in_time(scripted: ScriptedStore, asm: AsmStore) -> None:
+    scripted.listing = lambda context, number: time.sleep(0.6)
+    with AsmStore(replace(asm._endpoint, timeout_seconds=1.0)) as patient:
+        assert len(patient.list()) == 2
+        with pytest.raises(DeadlineExceeded):
+            patient.list(part_seconds=0.3)
+        with pytest.raises(DeadlineExceeded):
+            patient.list(timeout_seconds=1.0)
+
+
+def test_a_manifest_that_somebody_has_is_not_read_again(asm: AsmStore, scripted: ScriptedStore) -> None:
+    manifests = ReadManifests()
+    with AsmStore(asm._endpoint, manifests) as again:
+        first, second = again.list(), again.list()
+        assert all(one.dictionary is first[0].dictionary for one in (*first, *second))
+        assert first == asm.list()
+        text = first[0].dictionary.to_json()
+        spaced = text.replace(b'"name":', b'"name": ')
+        assert manifests.read(spaced) == manifests.read(text)  # its digest is no version: the version is that of what it says
+        assert manifests.count == 1
+        del first, second
+        gc.collect()
+        assert manifests.count == 0
 
 
 async def test_the_same_from_asyncio(asm: AsmStore, scripted: ScriptedStore, tmp_path: Path) -> None:

@@ -99,6 +99,26 @@ def test_a_silent_store_is_asked_again(asm: AsmStore, scripted: ScriptedStore, m
     end.set()
 
 
+def test_who_takes_long_over_what_it_was_told_is_not_cut_off(
+    asm: AsmStore, scripted: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.client.asm.watching.SILENCE_SECONDS", 0.2)
+    go_on = threading.Event()
+
+    def flipped_later() -> Iterator[pb.WatchResponse]:
+        yield told(("a", "1", 1))
+        go_on.wait(DEADLINE_SECONDS)
+        yield told(("a", "2", 2))
+
+    scripted.watches = [flipped_later()]
+    items = iter(asm.watch())
+    assert next(items) == (Pointer("a", "1", 1),)
+    time.sleep(1.0)
+    go_on.set()
+    assert (next(items), scripted.watching) == ((Pointer("a", "2", 2),), 1)
+    items.close()
+
+
 def test_a_watch_that_is_refused_for_now_keeps_the_reason(asm: AsmStore, scripted: ScriptedStore) -> None:
     scripted.refusal = (grpc.StatusCode.RESOURCE_EXHAUSTED, ())
     watch = asm.watch()

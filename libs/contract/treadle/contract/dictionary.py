@@ -249,7 +249,7 @@ class TensorInfo:
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "I32": 4}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Dictionary:
     """The manifest of one dictionary.
 
@@ -365,7 +365,9 @@ class Dictionary:
         manifest: dict[str, Any] = {
             "schema": SCHEMA, "name": self.name, "model": asdict(self.model), "layers": list(self.layers), "prefix": prefix,
             "calibration": asdict(self.calibration), "settings": {key: _plain(value) for key, value in asdict(self.settings).items()},
-            "tensors": {name: asdict(info) | {"shape": list(info.shape)} for name, info in self.tensors},
+            "tensors": {
+                name: {"dtype": info.dtype, "shape": list(info.shape), "sha256": info.sha256} for name, info in self.tensors
+            },
         }  # fmt: skip
         return manifest | ({"prefix_kv": self.prefix_kv} if self.prefix_kv is not None else {})
 

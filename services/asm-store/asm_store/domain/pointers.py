@@ -56,7 +56,8 @@ class Pointers:
 
     def names(self, name: str, version: str) -> bool:
         """Whether the pointer of `name` names this version."""
-        return bool(version) and self.of(name).version == version
+        known = self._known.get(name)
+        return known is not None and bool(version) and known.version == version
 
     @property
     def watchers(self) -> int:

@@ -65,20 +65,20 @@ class Store:
         self._meters.torn(adopted.torn)
         await self.deleting.obey({})
 
-    async def listing(self, name: str) -> list[Listed]:
-        """All versions of a name, or of all; by name, the current one first, then the last published.
+    async def listing(self, name: str, after: Key | None = None) -> list[Listed]:
+        """All versions of a name, or of all; by name, the current one first, then the last published. after: only those behind it.
 
         What is being deleted is not among them, here or at another replica: its name means nothing any more while its files go, and who
         lists because of that would see what nobody tells it of again.
         """
-        here = [kept for kept in self.catalogue.all() if name in ("", kept.key[0])]
+        here = [kept for kept in self.catalogue.all() if name in ("", kept.key[0]) and (after is None or kept.key > after)]
         there = self.catalogue.remotes()  # at the same moment: what is copied meanwhile is in one of the two
         readers = await self._readers(here)
         found = [
             Listed(kept.key, self.pointers.names(*kept.key), kept, None, count) for kept, count in zip(here, readers, strict=True)
         ]
         for key, remote in there.items():
-            if name in ("", key[0]):
+            if name in ("", key[0]) and (after is None or key > after):
                 found.append(Listed(key, self.pointers.names(*key), None, remote, 0))
         alive = [one for one in found if not self._tombstones.covers(one.key, _published_at(one))]
         return sorted(alive, key=lambda one: (one.key[0], not one.current, -_published_at(one), one.key[1]))

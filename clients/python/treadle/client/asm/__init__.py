@@ -6,6 +6,7 @@ store on another host.
 
 from treadle.client.asm.async_store import AsyncAsmStore
 from treadle.client.asm.cache import CacheObserver, DictionaryCache
+from treadle.client.asm.manifests import ReadManifests
 from treadle.client.asm.mapped import MappedDictionary, map_folder
 from treadle.client.asm.records import (
     Deleted,
@@ -22,5 +23,5 @@ from treadle.client.asm.store import AsmStore
 
 __all__ = [
     "AsmStore", "AsyncAsmStore", "CacheObserver", "Deleted", "DeletedFile", "DictionaryCache", "FoundStates", "MappedDictionary", "Pointer",
-    "Progress", "Published", "Ref", "StoreStatus", "StoredDictionary", "map_folder",
+    "Progress", "Published", "ReadManifests", "Ref", "StoreStatus", "StoredDictionary", "map_folder",
 ]  # fmt: skip

@@ -24,7 +24,15 @@ from treadle.client.asm.records import (
     StoredDictionary,
     StoreStatus,
 )
-from treadle.client.asm.store import BRING_SECONDS_MAX, DELETE_SECONDS_MAX, OPEN_ATTEMPTS, AsmStore, ListParts, lookup_requests
+from treadle.client.asm.store import (
+    BRING_SECONDS_MAX,
+    DELETE_SECONDS_MAX,
+    LIST_SECONDS_MAX,
+    OPEN_ATTEMPTS,
+    AsmStore,
+    ListParts,
+    lookup_requests,
+)
 from treadle.client.asm.watching import ENDING, SILENCE_SECONDS, WATCH_SECONDS_MAX, Backoff, PointerBook
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.contract.errors import TreadleError, Unavailable
@@ -57,7 +65,7 @@ class AsyncAsmStore:
 
     async def list(self, name: str = "") -> tuple[StoredDictionary, ...]:
         """`AsmStore.list`."""
-        parts = ListParts(name, self._endpoint.timeout_seconds)
+        parts = ListParts(name, LIST_SECONDS_MAX, self._endpoint.timeout_seconds)
         while not parts.whole:
             parts.add(await self._endpoint.aio_call(self._stub.List, parts.request, parts.seconds_left))
         return parts.kept

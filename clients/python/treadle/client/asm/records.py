@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.asm.v1 import asm_store_pb2 as pb
+from treadle.client.asm.manifests import ReadManifests
 from treadle.contract.dictionary import LOG_BASE, Dictionary
 from treadle.contract.errors import DataLoss, InvalidArgument
 from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version_prefix
@@ -82,10 +83,9 @@ class StoredDictionary:
     card: dict[str, Any]
 
     @classmethod
-    def of(cls, message: pb.Dictionary) -> StoredDictionary:
-        """Read one. Raises DataLoss where the manifest is not what the version is the digest of."""
-        dictionary = Dictionary.from_json(message.manifest_json)
-        version = dictionary.version
+    def of(cls, message: pb.Dictionary, manifests: ReadManifests | None = None) -> StoredDictionary:
+        """Read one. manifests: those that need not be read again. Raises DataLoss where the manifest is not what the version is the digest of."""
+        dictionary, version = (manifests or ReadManifests()).read(message.manifest_json)
         if (message.ref.name, message.ref.version) != (dictionary.name, version):
             raise DataLoss(
                 f"the store calls it {message.ref.name}@{message.ref.version}, its manifest says {dictionary.name}@{version}"

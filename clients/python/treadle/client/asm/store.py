@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
 from treadle.client.asm.cache import FETCH_SECONDS_MAX, DictionaryCache
+from treadle.client.asm.manifests import ReadManifests
 from treadle.client.asm.mapped import Elsewhere, Leaving, MappedDictionary, map_opened
 from treadle.client.asm.pieces import Download, PublishMessages, next_in_time
 from treadle.client.asm.records import (
@@ -31,6 +32,7 @@ from treadle.contract.deadline import Deadline
 from treadle.contract.dictionary import DICTIONARY_BYTES_MAX, KeyMode
 from treadle.contract.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError, Unavailable
 
+LIST_SECONDS_MAX = 60.0  # of a whole list, where nothing else is said: thousands of manifests are read
 TRANSFER_SECONDS_MAX = 6 * 3600.0  # a terabyte over a slow line; a transfer that hangs ends some day
 EXTEND_SECONDS_MAX = 3600.0  # the store reads, merges and writes all entries
 DELETE_SECONDS_MAX = 60.0  # it waits for its replicas
@@ -48,8 +50,9 @@ class AsmStore:
     Every call raises Unavailable if the store does not answer, and the errors listed at the service in asm_store.proto.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._channel = endpoint, endpoint.channel()
+    def __init__(self, endpoint: Endpoint, manifests: ReadManifests | None = None) -> None:
+        """manifests: for who lists again and again; None: each list is read anew."""
+        self._endpoint, self._channel, self._manifests = endpoint, endpoint.channel(), manifests
         self._stub = pb_grpc.AsmStoreServiceStub(self._channel)
 
     def publish(
@@ -68,12 +71,17 @@ class AsmStore:
             raise messages.failure or error from error
         return Published(StoredDictionary.of(answer.dictionary), answer.existed)
 
-    def list(self, name: str = "", timeout_seconds: float | None = None) -> tuple[StoredDictionary, ...]:
+    def list(
+        self, name: str = "", timeout_seconds: float | None = None, part_seconds: float | None = None
+    ) -> tuple[StoredDictionary, ...]:
         """The versions that are kept, by name, the current one first, then the last published.
 
-        name: only of this one; timeout_seconds: of the whole list
+        name:            only of this one
+        timeout_seconds: of the whole list; None: LIST_SECONDS_MAX
+        part_seconds:    of each message that it comes in; None: what `timeout_seconds` says, else the endpoint's
         """
-        parts = ListParts(name, timeout_seconds or self._endpoint.timeout_seconds)
+        part_seconds = part_seconds or timeout_seconds or self._endpoint.timeout_seconds
+        parts = ListParts(name, timeout_seconds or LIST_SECONDS_MAX, part_seconds, self._manifests)
         while not parts.whole:
             parts.add(self._endpoint.call(self._stub.List, parts.request, parts.seconds_left))
         return parts.kept
@@ -261,10 +269,10 @@ def opened_in_attempts(ask: Callable[[], pb.OpenResponse], verify: bool) -> Mapp
 
 
 class ListParts:
-    """A list as it comes, part by part, within one time for all. whole: nothing more comes."""
+    """A list as it comes, part by part, within a time for each and one for all. whole: nothing more comes."""
 
-    def __init__(self, name: str, seconds_max: float) -> None:
-        self._name, self._deadline = name, Deadline.after(seconds_max)
+    def __init__(self, name: str, seconds_max: float, part_seconds: float, manifests: ReadManifests | None = None) -> None:
+        self._name, self._deadline, self._part_seconds, self._manifests = name, Deadline.after(seconds_max), part_seconds, manifests
         self._came: list[StoredDictionary] = []
         self.whole = False
 
@@ -284,11 +292,11 @@ class ListParts:
     @property
     def seconds_left(self) -> float:
         """For the next part."""
-        return max(self._deadline.remaining_seconds(), 0.001)
+        return max(min(self._deadline.remaining_seconds(), self._part_seconds), 0.001)
 
     def add(self, answer: pb.ListResponse) -> None:
         """A part has come."""
-        self._came += map(StoredDictionary.of, answer.dictionaries)
+        self._came += [StoredDictionary.of(message, self._manifests) for message in answer.dictionaries]
         self.whole = not answer.more or not answer.dictionaries
 
 

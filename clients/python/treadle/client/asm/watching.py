@@ -90,6 +90,7 @@ class PointerWatch:
         self._over, self._heard = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._call: Any = None
+        self._telling = False  # the caller is at work on an item: meanwhile nothing is heard, and that is no silence
         self.connected, self.trouble = False, ""
 
     def __iter__(self) -> Generator[tuple[Pointer, ...], None, None]:
@@ -136,10 +137,12 @@ class PointerWatch:
         self._heard.set()
         try:
             for message in self._endpoint.answers_of(self._call):
-                self.connected = True
-                self._heard.set()
+                self.connected = self._telling = True
                 yield message
+                self._heard.set()
+                self._telling = False
         finally:
+            self._telling = False
             self._call.cancel()
 
     def _listen(self) -> None:
@@ -148,5 +151,7 @@ class PointerWatch:
             self._heard.clear()
             if self._over.is_set():  # `cancel` came just before: its word has been cleared
                 return
-            if not self._heard.wait(SILENCE_SECONDS) and (call := self._call) is not None:
+            self._heard.wait(SILENCE_SECONDS)
+            # In this order: who has just been told sets both, `_heard` first.
+            if not self._telling and not self._heard.is_set() and (call := self._call) is not None:
                 call.cancel()

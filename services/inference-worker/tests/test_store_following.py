@@ -1,0 +1,208 @@
+"""A worker follows a store of hundreds of versions: what it hears, how soon, and what it is told where the store is slow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from inference_worker.adapters import asm_store
+from inference_worker.adapters.asm_store import ListedDictionary, StoreConnection, StoreOfPrefixes
+from inference_worker.adapters.source_watch import SourceWatch
+from treadle.asm.v1 import asm_store_pb2 as pb
+from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
+from treadle.client.asm import AsmStore, ReadManifests
+from treadle.client.endpoint import Endpoint
+from treadle.contract import PROTO_VERSION
+from treadle.contract.dictionary import Calibration, Dictionary, DictionaryModel, DictionarySettings, Prefix
+from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE, TENSORS_FILE, tensor_info, write_folder
+from treadle.contract.errors import DeadlineExceeded
+
+pytest.importorskip("asm_store.server", reason="the package treadle-asm-store is not installed: pip install -e services/asm-store")
+VERSIONS = 300
+PATIENCE_SECONDS = 60.0  # for what takes seconds on a quiet machine
+MODEL = DictionaryModel("1" * 64, "2" * 64, "3" * 64, 30, 9, 3, 64)  # layers as of a small model: a manifest of 40 KB
+
+
+class Hears:
+    """A Listener that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.versions: dict[str, bool] = {}  # name -> whether its version is the current one
+        self.updates, self.lost_for = 0, list[str]()
+
+    def update(self, resident: Sequence[ListedDictionary]) -> None:
+        self.versions = {each.model.name: each.current for each in resident}
+        self.updates += 1
+
+    def lost(self, reason: str) -> None:
+        self.lost_for.append(reason)
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < end, f"still not: {what}"
+        time.sleep(0.01)
+
+
+def write_one(folder: Path) -> Dictionary:
+    """A dictionary without samples for each of 30 layers: nobody looks up in it."""
+    settings = DictionarySettings(entries=2, matched_keys=2)
+    blank = Dictionary.__new__(Dictionary)
+    for part, value in (("model", MODEL), ("layers", tuple(range(MODEL.layers))), ("settings", settings)):
+        object.__setattr__(blank, part, value)
+    shapes = dict(blank.tensor_shapes())
+    tensors = {
+        name: np.full(shape, -np.inf if name.endswith("log_z") else 0, DTYPES[dtype]) for name, (dtype, shape) in shapes.items()
+    }
+    infos = tuple((name, tensor_info(tensors[name], shapes[name][0])) for name in sorted(tensors))
+    dictionary = Dictionary(
+        "one", MODEL, tuple(range(MODEL.layers)), Prefix("4" * 64, 8, (8,)), Calibration("5" * 64, 1, 8), settings, infos
+    )
+    folder.mkdir()
+    write_folder(folder, dictionary, tensors)
+    return dictionary
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """The address of a store that keeps VERSIONS dictionaries, and the folder of one that it does not keep."""
+    made, data = tmp_path_factory.mktemp("made") / "one", tmp_path_factory.mktemp("store")
+    dictionary = write_one(made)
+    manifest, nbytes = dictionary.to_json(), (made / TENSORS_FILE).stat().st_size
+    sha256 = hashlib.sha256((made / TENSORS_FILE).read_bytes()).hexdigest()
+    for number in range(VERSIONS):
+        name = f"name-{number:03}"
+        text = manifest.replace(b'"name":"one"', f'"name":"{name}"'.encode())
+        version = hashlib.sha256(text).hexdigest()
+        folder = data / name / version
+        folder.mkdir(parents=True)
+        os.link(made / TENSORS_FILE, folder / TENSORS_FILE)
+        files = [{"name": TENSORS_FILE, "nbytes": nbytes, "sha256": sha256}]
+        record = {"name": name, "version": version, "tenant": "default", "published_at_seconds": 1e9, "files": files}
+        (folder / "record.json").write_text(json.dumps(record))
+        (folder / MANIFEST_FILE).write_bytes(text)
+    (made / MANIFEST_FILE).write_bytes(replace(dictionary, name="new").to_json())
+    data.chmod(0o700)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [
+        sys.executable,
+        "-m",
+        "asm_store",
+        "--listen",
+        "127.0.0.1:0",
+        "--metrics-listen",
+        "127.0.0.1:0",
+        "--data-dir",
+        str(data),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        try:
+            yield json.loads(child.stdout.readline())["listen"], made
+        finally:
+            child.kill()
+
+
+def test_a_flip_in_a_store_of_hundreds_of_versions_is_heard(store: tuple[str, Path]) -> None:
+    address, made = store
+    endpoint, hears, manifests = Endpoint(address), Hears(), ReadManifests()
+    with (
+        AsmStore(endpoint) as asm,
+        SourceWatch(lambda: StoreConnection(endpoint, None, manifests), hears, name="asm store", address=address),
+    ):
+        until(lambda: len(hears.versions) == VERSIONS, "all are heard")
+        published, updates = asm.publish(made).stored, hears.updates
+        until(lambda: hears.versions.get("new") is True, "the new one is heard")
+        assert (hears.updates, len(hears.versions), manifests.count) == (updates + 1, VERSIONS + 1, VERSIONS + 1)
+        asm.delete(published.ref)
+        until(lambda: "new" not in hears.versions, "it is heard that it has gone")
+        assert len(hears.versions) == VERSIONS
+        assert hears.lost_for == []
+        with closing(StoreOfPrefixes(endpoint, None, manifests)) as prefixes:
+            assert len(prefixes.resident()) == VERSIONS
+
+
+class Slow(pb_grpc.AsmStoreServiceServicer):
+    """A store of one version, whose lists are late while it is told so, and whose pointer moves when it is told so."""
+
+    def __init__(self, dictionary: Dictionary) -> None:
+        ref = pb.DictionaryRef(name=dictionary.name, version=dictionary.version)
+        self._kept = pb.Dictionary(ref=ref, manifest_json=dictionary.to_json(), current=True, file_bytes=1000)
+        self.late, self.moved, self.watches = threading.Event(), threading.Event(), 0
+
+    def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
+        return pb.StatusResponse(proto_version=PROTO_VERSION)
+
+    def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:  # noqa: N802
+        if self.late.is_set():
+            time.sleep(1.0)
+        return pb.ListResponse(dictionaries=[self._kept])
+
+    def Watch(self, request: pb.WatchRequest, context: Any) -> Iterator[pb.WatchResponse]:  # noqa: N802
+        self.watches += 1
+        pointer = pb.Pointer(name=self._kept.ref.name, version=self._kept.ref.version, revision=1)
+        yield pb.WatchResponse(pointers=[pointer], snapshot_complete=True)
+        while context.is_active():
+            if self.moved.wait(0.1):
+                self.moved.clear()
+                pointer.revision += 1
+                yield pb.WatchResponse(pointers=[pointer])
+            yield pb.WatchResponse()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[tuple[Slow, Endpoint]]:
+    servicer, server = Slow(write_one(tmp_path / "one")), grpc.server(ThreadPoolExecutor(8))  # type: ignore[abstract]  # nothing else is called
+    pb_grpc.add_AsmStoreServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield servicer, Endpoint(f"127.0.0.1:{port}")
+    server.stop(None).wait(20)
+
+
+def test_a_list_that_is_late_is_told_and_asked_for_again(slow: tuple[Slow, Endpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    store, endpoint = slow
+    hears = Hears()
+    with SourceWatch(lambda: StoreConnection(endpoint), hears, name="asm store", address=endpoint.address):
+        until(lambda: hears.updates == 1, "it is heard")
+        monkeypatch.setattr(asm_store, "ANSWER_SECONDS_MAX", 0.3)
+        store.late.set()
+        store.moved.set()
+        until(lambda: bool(hears.lost_for), "the trouble is told")
+        assert "does not list what it keeps in time" in hears.lost_for[0]
+        monkeypatch.undo()
+        store.late.clear()
+        until(lambda: hears.updates == 2, "it is heard again")
+
+
+def test_a_watch_is_renewed_after_its_time_and_all_is_listed_again(
+    slow: tuple[Slow, Endpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asm_store, "LOOK_SECONDS", 0.02)
+    store, endpoint = slow
+    with closing(StoreConnection(endpoint)) as connection:
+        heard = connection.watch(0.3)
+        assert len(next(heard)) == 1
+        with pytest.raises(DeadlineExceeded, match="is to be renewed"):
+            next(heard)
+    monkeypatch.setattr("inference_worker.adapters.source_watch.WATCH_SECONDS", 0.3)
+    hears = Hears()
+    with SourceWatch(lambda: StoreConnection(endpoint), hears, name="asm store", address=endpoint.address):
+        until(lambda: hears.updates >= 3, "it is listed again and again")
+    assert (hears.lost_for, store.watches >= 4) == ([], True)
