@@ -103,6 +103,22 @@ def test_a_version_comes_down_whole_and_is_mapped_there(asm: AsmStore, scripted:
         asm.get("rules", tmp_path / "there" / "rules")
 
 
+def test_a_transfer_has_one_alarm_however_many_messages_come(
+    asm: AsmStore, scripted: ScriptedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms, start = list[threading.Thread](), threading.Thread.start
+
+    def counted(thread: threading.Thread) -> None:
+        if isinstance(thread, threading.Timer) or thread.name.startswith("treadle-"):
+            alarms.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", counted)
+    asm.get("rules", tmp_path / "there")
+    assert len(alarms) == 1
+    assert not alarms[0].is_alive()
+
+
 def test_a_store_that_falls_silent_while_it_sends_is_not_waited_for(
     asm: AsmStore, scripted: ScriptedStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,10 +6,12 @@ Owns order, checksums and limits of both streams. What a store makes of them is 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -35,6 +37,7 @@ from treadle.kernels import crc32c
 
 MESSAGE_BYTES_MAX = 1 << 20
 PIECE_BYTES = MESSAGE_BYTES_MAX - 4096  # of a file in one message; the rest is for the names around it
+LOOK_SECONDS = 0.5  # between two looks whether a message is late: so much later it may be noticed
 
 
 class PublishMessages:
@@ -201,24 +204,43 @@ class Download:
             self._file, self._offset = None, 0
 
 
-def next_in_time(call: Any, answers: Iterator[pb.GetResponse], seconds: float) -> pb.GetResponse | None:
-    """The next answer of a call, None at its end. Raises Unavailable, the call cancelled, where none comes for so long."""
-    silent = threading.Event()
+class AnswersInTime:
+    """What a call streams, each message within its own time; one alarm for all of them. A context manager: leaving it ends the call."""
 
-    def give_up() -> None:
-        silent.set()
-        call.cancel()
+    def __init__(self, call: Any, answers: Iterator[pb.GetResponse]) -> None:
+        """answers: of `call`, with the errors of the contract."""
+        self._call, self._answers = call, answers
+        self._over, self._silent = threading.Event(), threading.Event()
+        self._due = math.inf  # when the message that is waited for is late, monotonic; inf: none is waited for
+        self._alarm = threading.Thread(target=self._listen, name="treadle-silence-alarm", daemon=True)
 
-    alarm = threading.Timer(seconds, give_up)
-    alarm.start()
-    try:
-        return next(answers, None)
-    except TreadleError as error:
-        if silent.is_set():
-            raise Unavailable(f"the store has said nothing for {seconds:g} s; try again") from error
-        raise
-    finally:
-        alarm.cancel()
+    def __enter__(self) -> AnswersInTime:
+        self._alarm.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._call.cancel()
+        self._alarm.join()
+
+    def next(self, seconds: float) -> pb.GetResponse | None:
+        """The next message, None at the end. Raises Unavailable, the call cancelled, where none comes for so long."""
+        self._due = time.monotonic() + seconds
+        try:
+            return next(self._answers, None)
+        except TreadleError as error:
+            if self._silent.is_set():
+                raise Unavailable(f"the store has said nothing for {seconds:g} s; try again") from error
+            raise
+        finally:
+            self._due = math.inf
+
+    def _listen(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            if time.monotonic() > self._due:
+                self._silent.set()
+                self._call.cancel()
+                return
 
 
 def _card_of(folder: Path) -> bytes:

@@ -15,7 +15,7 @@ from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
 from treadle.client.asm.cache import FETCH_SECONDS_MAX, DictionaryCache
 from treadle.client.asm.manifests import ReadManifests
 from treadle.client.asm.mapped import Elsewhere, Leaving, MappedDictionary, map_opened
-from treadle.client.asm.pieces import Download, PublishMessages, next_in_time
+from treadle.client.asm.pieces import AnswersInTime, Download, PublishMessages
 from treadle.client.asm.records import (
     Deleted,
     FoundStates,
@@ -217,13 +217,11 @@ class AsmStore:
     def _pieces(self, request: pb.GetRequest, timeout_seconds: float) -> Iterator[pb.GetResponse]:
         """What Get streams. The first message may wait for a copy from another replica, the others come at once."""
         call = self._stub.Get(request, timeout=timeout_seconds, metadata=self._endpoint.metadata)
-        answers, silence = self._endpoint.answers_of(call), BRING_SECONDS_MAX
-        try:
-            while (message := next_in_time(call, answers, silence)) is not None:
+        with AnswersInTime(call, self._endpoint.answers_of(call)) as answers:
+            message = answers.next(BRING_SECONDS_MAX)
+            while message is not None:
                 yield message
-                silence = SILENCE_SECONDS_MAX
-        finally:
-            call.cancel()
+                message = answers.next(SILENCE_SECONDS_MAX)
 
 
 class HeldVersion:
