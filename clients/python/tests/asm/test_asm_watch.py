@@ -15,7 +15,7 @@ import pytest
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.client import AsyncFabric, Fabric
 from treadle.client.asm import AsmStore, Pointer
-from treadle.client.asm.watching import BACKOFF_SECONDS_MAX, SILENCE_SECONDS, Backoff, PointerBook
+from treadle.client.asm.watching import BACKOFF_SECONDS_MAX, BEHIND_SECONDS, SILENCE_SECONDS, Backoff, PointerBook
 from treadle.contract import AccessDenied
 
 if TYPE_CHECKING:
@@ -182,3 +182,30 @@ def test_names_that_are_gone_are_told_once_and_forgotten() -> None:
         gone = (Pointer(f"name-{number - 1}", "", 1),) if number else ()
         assert changed == (Pointer(f"name-{number}", "1", 1), *gone)
     assert list(book.known) == ["name-2"]
+
+
+def test_a_replica_that_lags_behind_tells_no_change() -> None:
+    now = 0.0
+    book = PointerBook(lambda: now)
+    assert book.take(told(("a", "2", 2), ("b", "1", 1))) is not None
+    book.restart()
+    assert book.take(told(("a", "1", 1), ("b", "1", 1))) is None  # another replica, which has not heard of the last flip
+    now = BEHIND_SECONDS - 1
+    assert book.take(pb.WatchResponse()) is None
+    assert book.take(told(("a", "2", 2))) is None  # now it has
+    now = 2 * BEHIND_SECONDS
+    assert book.take(pb.WatchResponse()) is None
+    assert book.take(told(("a", "3", 3))) == (Pointer("a", "3", 3),)
+
+
+def test_a_store_that_counts_from_the_beginning_again_is_believed_after_a_while() -> None:
+    now = 0.0
+    book = PointerBook(lambda: now)
+    assert book.take(told(("a", "5", 5), ("b", "1", 1))) is not None
+    for _ in range(3):
+        book.restart()
+        assert book.take(told(("a", "1", 1), ("b", "1", 1))) is None
+        now += BEHIND_SECONDS / 3
+    assert book.take(pb.WatchResponse()) == (Pointer("a", "1", 1),)
+    assert book.take(told(("a", "2", 2))) == (Pointer("a", "2", 2),)
+    assert (book.take(pb.WatchResponse()), book._behind) == (None, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from treadle.client.endpoint import Endpoint
 from treadle.contract.errors import AccessDenied, InvalidArgument, ProtocolMismatch, TreadleError
 
 WATCH_SECONDS_MAX = 24 * 3600.0  # one call; then the next begins
+BEHIND_SECONDS = 10.0  # a replica that was cut off has caught up by then; a store that began anew has not
 SILENCE_SECONDS = 5.0  # the store says something every second: a host that is cut off sends no error
 BACKOFF_SECONDS_FIRST, BACKOFF_SECONDS_MAX = 0.1, 2.0
 POINTERS_MAX = 1 << 20  # of one store
@@ -23,10 +25,15 @@ ENDING = (AccessDenied, InvalidArgument, ProtocolMismatch)  # asking again bring
 
 
 class PointerBook:
-    """What names mean, as far as was told. Not safe for several threads."""
+    """What names mean, as far as was told. Not safe for several threads.
 
-    def __init__(self) -> None:
+    A revision below the known one, of a replica that has not heard of the last flip, is told once it has stood for BEHIND_SECONDS: then
+    the store counts from the beginning again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.known: dict[str, Pointer] = {}
+        self._clock, self._behind = clock, dict[str, tuple[float, Pointer]]()  # by name: since when, and what is said
         self._snapshot: dict[str, Pointer] | None = {}
         self._told = False
 
@@ -41,7 +48,7 @@ class PointerBook:
         """
         told = [Pointer.of(pointer) for pointer in message.pointers]
         if self._snapshot is None:
-            return self._changed(told) or None
+            return (*self._changed(told), *self._overdue()) or None
         self._snapshot |= {pointer.name: pointer for pointer in told}
         if len(self._snapshot) > POINTERS_MAX:
             raise InvalidArgument(f"the store tells of more than {POINTERS_MAX} names; watch some by name")
@@ -49,15 +56,34 @@ class PointerBook:
             return None
         snapshot, self._snapshot = self._snapshot, None
         gone = [Pointer(name, "", was.revision) for name, was in self.known.items() if name not in snapshot and was.version]
-        changed = self._changed([*snapshot.values(), *gone])
-        self.known = snapshot  # who is gone has been told so, and is forgotten: names come and go
+        changed = (*self._changed([*snapshot.values(), *gone]), *self._overdue())
+        self.known = {
+            name: self.known[name] for name in snapshot
+        }  # who is gone has been told so, and is forgotten: names come and go
+        self._behind = {name: said for name, said in self._behind.items() if name in snapshot}
         first, self._told = not self._told, True
         return changed if changed or first else None
 
     def _changed(self, told: Sequence[Pointer]) -> tuple[Pointer, ...]:
-        changed = tuple(pointer for pointer in told if self.known.get(pointer.name) != pointer)
-        self.known |= {pointer.name: pointer for pointer in changed}
-        return changed
+        changed = []
+        for pointer in told:
+            known = self.known.get(pointer.name, pointer)
+            if pointer.revision < known.revision:
+                self._behind[pointer.name] = self._behind.get(pointer.name, (self._clock(), pointer))[0], pointer
+                continue
+            self._behind.pop(pointer.name, None)
+            if pointer != self.known.get(pointer.name):
+                changed.append(pointer)
+                self.known[pointer.name] = pointer
+        return tuple(changed)
+
+    def _overdue(self) -> tuple[Pointer, ...]:
+        since = self._clock() - BEHIND_SECONDS
+        overdue = tuple(pointer for began, pointer in self._behind.values() if began <= since)
+        for pointer in overdue:
+            del self._behind[pointer.name]
+            self.known[pointer.name] = pointer
+        return overdue
 
 
 class Backoff:
