@@ -86,3 +86,18 @@ async def test_who_hears_that_a_name_means_nothing_is_told_of_none_of_its_versio
         told.set()
         assert len({file.ref.version for file in (await deleting).files}) == 3
         watch.cancel()
+
+
+async def test_what_a_replica_that_is_away_keeps_is_listed_until_it_is_deleted(
+    serve: Serve, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make()
+    record = Record(made.name, made.version, "default", 5.0, m.file_infos(made.files()))
+    away = Replica("b", "", alive=False, versions={(made.name, made.version): Remote(record, made.dictionary.to_json())})
+    async with serve() as served:
+        monkeypatch.setattr(served.parts.store.sharing, "others", (away,))
+        (listed,) = (await served.stub.List(pb.ListRequest())).dictionaries
+        assert listed.ref.version == made.version  # who keeps a copy of it, does not remove that
+        answer = await served.stub.Delete(pb.DeleteRequest(ref=listed.ref))
+        assert list(answer.pending_replicas) == ["b"]
+        assert not (await served.stub.List(pb.ListRequest())).dictionaries

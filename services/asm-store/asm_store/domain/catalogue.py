@@ -91,11 +91,10 @@ class Catalogue:
         return await self._sharing.claim(name, tenant)
 
     def remotes(self) -> dict[Key, Remote]:
-        """What other replicas that are alive keep and this one does not."""
+        """What other replicas keep and this one does not; those that are away, too: their copies are not gone, and come back with them."""
         found: dict[Key, Remote] = {}
         for replica in self._sharing.others:
-            if replica.alive:
-                found |= {key: remote for key, remote in replica.versions.items() if key not in self._kept}
+            found |= {key: remote for key, remote in replica.versions.items() if key not in self._kept}
         return found
 
     def holders(self, key: Key) -> list[Replica]:
