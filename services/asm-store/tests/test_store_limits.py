@@ -191,7 +191,12 @@ async def test_tombstones_are_bounded_and_forgotten_after_a_while() -> None:
 
 
 def test_what_is_written_down_comes_back_and_what_is_damaged_does_not() -> None:
-    for one in (Pin(5.0, 4.0), Pointer("rules", "ab" * 32, 3), Record("rules", "ab" * 32, "t", 5.0, ())):
+    for one in (
+        Pin(5.0, 4.0),
+        Pointer("rules", "ab" * 32, 3),
+        Pointer("rules", "ab" * 32, 3, owner="t"),
+        Record("rules", "ab" * 32, "t", 5.0, ()),
+    ):
         assert type(one).from_json(one.to_json()) == one
         for wrong in (
             b"",

@@ -14,6 +14,8 @@ import pytest
 
 from asm_store import messages as m
 from asm_store.domain.catalogue import Catalogue
+from asm_store.domain.changes import Changes
+from asm_store.domain.pointers import Pointers
 from asm_store.domain.ports import Alone, Announced, End, Piece, Remote, Replica
 from asm_store.domain.tenancy import Caller, check_may_change
 from asm_store.domain.versions import Record
@@ -69,7 +71,8 @@ async def test_a_name_that_another_tenant_takes_while_bytes_come_is_not_shared(
 def test_the_names_of_a_replica_that_is_away_are_still_its_tenants(make: Make) -> None:
     made, sharing = make(), Alone("here")
     sharing.others = (Replica("away", "", alive=False, versions={(made.name, made.version): remote(made, "a")}),)
-    catalogue = Catalogue(None, sharing)  # type: ignore[arg-type]  # no pointer is asked for
+    pointers = Pointers(None, sharing, None, Changes(), watchers_max=1)  # type: ignore[arg-type]  # none is written
+    catalogue = Catalogue(pointers, sharing)
     check_may_change(catalogue, Caller("a", admin=False), made.name)
     with pytest.raises(AccessDenied, match="another's"):
         check_may_change(catalogue, Caller("b", admin=False), made.name)

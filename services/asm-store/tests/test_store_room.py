@@ -171,6 +171,30 @@ async def test_a_tenant_has_its_own_quota_and_its_own_names(
         assert (await fails(served.stub.List(pb.ListRequest())))[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
+async def test_a_name_whose_only_version_is_torn_stays_its_tenants_until_it_means_nothing(
+    serve: Serve, make: Make, tenants: Path, fails: Fails
+) -> None:
+    first, other, again = (make(seed=seed) for seed in range(3))
+    as_b = (("authorization", "Bearer key-b"),)
+    async with serve(tenants_file=tenants, key="key-a") as served:
+        await served.publish(first.messages(promote=True))
+        torn = served.parts.folder.path / "rules" / first.version / "dictionary.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    async with serve(tenants_file=tenants, key="key-a") as served:
+        assert not served.parts.store.catalogue.all()
+        for call in (
+            served.stub.Publish(iter(other.messages(promote=True)), metadata=as_b),
+            served.stub.Delete(pb.DeleteRequest(ref=pb.DictionaryRef(name="rules")), metadata=as_b),
+        ):
+            code, text, _ = await fails(call)
+            assert (code, "tenant b" in text) == (grpc.StatusCode.UNAUTHENTICATED, True)
+        assert served.parts.store.pointers.of("rules").version == first.version
+        assert (await served.publish(again.messages(promote=True))).dictionary.current
+        await served.stub.Delete(pb.DeleteRequest(ref=pb.DictionaryRef(name="rules")), metadata=served.metadata)
+        answer = await served.stub.Publish(iter(other.messages(promote=True)), metadata=as_b)  # now it is anybody's
+        assert (answer.dictionary.tenant, answer.dictionary.current) == ("b", True)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

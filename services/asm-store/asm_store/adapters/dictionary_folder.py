@@ -134,16 +134,17 @@ class DictionaryFolder:
     def _remove(self, folder: Path, *, freed: bool) -> list[Removed]:
         # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
         trash = self.path / (REMOVING + secrets.token_hex(8))
-        folder.rename(trash)
-        sync_folder(folder.parent)
-        removed = []
-        for file in sorted(trash.iterdir()):
-            nbytes = file.lstat().st_size
-            file.unlink()
-            removed.append(Removed(folder / file.name, nbytes, freed))
-        trash.rmdir()
-        sync_folder(self.path)
-        _remove_if_empty(folder.parent)
+        files = [(file.name, file.lstat().st_size) for file in sorted(folder.iterdir())]
+        folder.rename(trash)  # from here on it is gone, whatever fails
+        removed = [Removed(folder / name, nbytes, freed and _is_unlinked(trash / name)) for name, nbytes in files]
+        try:
+            trash.rmdir()
+            _remove_if_empty(folder.parent)
+            sync_folder(self.path)
+        except OSError as error:
+            log.error(
+                "what is left of a deleted version is swept at the next start", extra={"path": str(trash), "reason": str(error)}
+            )
         return removed
 
     def _move_aside(self, path: Path) -> None:

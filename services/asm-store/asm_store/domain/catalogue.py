@@ -77,10 +77,14 @@ class Catalogue:
         return max((record.published_at_seconds for record in here + there), default=0.0)
 
     def owners_of(self, name: str) -> set[str]:
-        """Tenants that have versions of a name, here or at any other replica, also one that is away."""
+        """Tenants that have versions of a name, here or at any other replica, also one that is away; and whose it is while it means one.
+
+        What it means may be nowhere any more: found torn, it was set aside.
+        """
         here = {kept.stored.record.tenant for kept in self.all() if kept.key[0] == name}
         there = (remote for replica in self._sharing.others for key, remote in replica.versions.items() if key[0] == name)
-        return here | {remote.record.tenant for remote in there}
+        pointed = self._pointers.of(name).owner
+        return here | {remote.record.tenant for remote in there} | ({pointed} if pointed else set())
 
     async def refresh(self) -> None:
         """Read again what other replicas keep, where that can be read."""

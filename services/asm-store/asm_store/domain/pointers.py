@@ -64,10 +64,10 @@ class Pointers:
         """Watches in progress."""
         return self._watching.inside
 
-    async def promote(self, name: str, version: str, expected: str | None, check: Callable[[], None]) -> Pointer:
+    async def promote(self, name: str, version: str, expected: str | None, check: Callable[[], None], tenant: str) -> Pointer:
         """Let `name` mean `version`. expected: what it must mean now, empty for nothing; None: whatever it means.
 
-        check: raises, at the flip, where it must not be.
+        check: raises, at the flip, where it must not be. tenant: whose the version is, and the name from now on where it is nobody's.
 
         Naming what it means already is no change. Raises Overtaken naming both, Unavailable without the Redis that replicas share.
         """
@@ -78,7 +78,7 @@ class Pointers:
                 raise Overtaken(
                     f"{name} means {now.version or 'nothing'} (revision {now.revision}), expected was {expected or 'nothing'}"
                 )
-            return now if now.version == version else Pointer(name, version, now.revision + 1)
+            return now if now.version == version else Pointer(name, version, now.revision + 1, owner=now.owner or tenant)
 
         return await uninterrupted(self._flip(name, decide))
 

@@ -178,7 +178,7 @@ class Sharing(Protocol):
         """
 
     async def claim(self, name: str, tenant: str) -> bool:
-        """Whether `tenant` may take a name that has no versions, until the others know of them; False: another tenant is taking it.
+        """Whether `tenant` may take a name that is nobody's, until the others know of them; False: another tenant is taking it.
 
         Raises Unavailable where the others cannot be asked.
         """

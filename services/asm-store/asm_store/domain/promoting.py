@@ -23,7 +23,7 @@ class Promoting:
         """
         with kept.in_use():  # it is not evicted
             pointer = await self._pointers.promote(
-                *kept.key, expected, lambda: check_may_change(self._catalogue, caller, kept.key[0])
+                *kept.key, expected, lambda: check_may_change(self._catalogue, caller, kept.key[0]), kept.stored.record.tenant
             )
         if kept.gone or self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds):
             await self._pointers.clear(kept.key[0], {kept.key[1]})

@@ -46,7 +46,7 @@ async def ask_may_change(catalogue: Catalogue, caller: Caller, name: str) -> Non
 
 
 async def ask_may_publish(catalogue: Catalogue, caller: Caller, name: str) -> None:
-    """The same as `ask_may_change`; a name without versions becomes the caller's: of two tenants that take it at once, one is refused.
+    """The same as `ask_may_change`; a free name becomes the caller's: of two tenants that take it at once, one is refused.
 
     Raises Unavailable for such a name where the other replicas cannot be asked.
     """
@@ -61,7 +61,7 @@ async def ask_may_publish(catalogue: Catalogue, caller: Caller, name: str) -> No
 
 
 def check_may_change(catalogue: Catalogue, caller: Caller, name: str) -> None:
-    """Raise AccessDenied where all versions of `name` are other tenants'. A name without versions is free for everybody."""
+    """Raise AccessDenied where `name` is other tenants'. One that means nothing, and of which there is no version, is free for everybody."""
     if caller.admin:
         return
     owners = catalogue.owners_of(name)

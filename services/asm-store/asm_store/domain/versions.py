@@ -56,7 +56,7 @@ class Record:
     def __post_init__(self) -> None:
         check_name(self.name)
         check_version(self.version)
-        expect(isinstance(self.tenant, str) and TENANT.fullmatch(self.tenant) is not None, f"tenant: got {self.tenant!r}")
+        expect(_is_tenant(self.tenant), f"tenant: got {self.tenant!r}")
         expect(is_seconds(self.published_at_seconds), f"published_at_seconds: got {self.published_at_seconds!r}")
 
     @property
@@ -169,12 +169,16 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """What a name means. version: empty: nothing, since `cleared_at_seconds`; revision: counts its changes, 0: it never meant anything."""
+    """What a name means. version: empty: nothing, since `cleared_at_seconds`; revision: counts its changes, 0: it never meant anything.
+
+    owner: tenant whose the name is for as long as it means something, whatever becomes of its versions; empty: not known
+    """
 
     name: str
     version: str = ""
     revision: int = 0
     cleared_at_seconds: float = 0.0
+    owner: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -182,6 +186,7 @@ class Pointer:
             check_version(self.version)
         expect(is_int(self.revision, 0, REVISION_MAX), f"revision: got {self.revision!r}")
         expect(is_seconds(self.cleared_at_seconds), f"cleared_at_seconds: got {self.cleared_at_seconds!r}")
+        expect(self.owner == "" or _is_tenant(self.owner), f"owner: got {self.owner!r}")
 
     def is_over(self, now: float) -> bool:
         """Whether it means nothing, and has for so long that every replica that comes back has heard it."""
@@ -195,7 +200,8 @@ class Pointer:
     def from_json(cls, text: bytes) -> Pointer:
         """Read it back. Raises InvalidArgument."""
         try:
-            return cls(**object_fields("pointer", json.loads(text), {"name", "version", "revision"}, {"cleared_at_seconds"}))
+            optional = {"cleared_at_seconds", "owner"}
+            return cls(**object_fields("pointer", json.loads(text), {"name", "version", "revision"}, optional))
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidArgument(f"pointer: damaged: {error}") from error
 
@@ -203,3 +209,7 @@ class Pointer:
 def is_seconds(value: object) -> bool:
     """Whether it is a time since the epoch."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value < 1e11
+
+
+def _is_tenant(value: object) -> bool:
+    return isinstance(value, str) and TENANT.fullmatch(value) is not None
