@@ -239,6 +239,59 @@ async def test_a_start_finishes_a_deletion_that_was_killed_also_where_replicas_s
     assert not (data / "rules").exists()
 
 
+def put_in_what_cannot_be_unlinked(served: Any, made: Made) -> Path:
+    """A folder in a version's folder: the data folder's path."""
+    data: Path = served.parts.folder.path
+    (data / made.name / made.version / "odd").mkdir()
+    return data
+
+
+async def test_what_cannot_be_taken_apart_is_evicted_all_the_same_and_swept_at_the_next_start(serve: Serve, make: Make) -> None:
+    old, new = make(name="old", seed=1), make(seed=2)
+    async with serve(versions_max=1) as served:
+        await served.publish(old.messages())
+        data = put_in_what_cannot_be_unlinked(served, old)
+        await served.publish(new.messages())
+        assert [one.ref.name for one in (await served.stub.List(pb.ListRequest())).dictionaries] == ["rules"]
+        assert not (data / "old").exists()
+        assert len(list(data.glob(".removing-*"))) == 1
+    async with serve() as served:
+        assert not list(data.glob(".removing-*"))
+        assert [kept.key for kept in served.parts.store.catalogue.all()] == [("rules", new.version)]
+
+
+async def test_the_proof_of_a_deletion_does_not_call_freed_what_is_not(serve: Serve, make: Make) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages(promote=True))
+        put_in_what_cannot_be_unlinked(served, made)
+        answer = await served.stub.Delete(pb.DeleteRequest(ref=pb.DictionaryRef(name="rules")))
+        freed = {Path(file.path).name: file.freed for file in answer.files}
+        assert (freed.pop("odd"), set(freed.values()), len(freed)) == (False, {True}, 4)
+        assert not served.parts.store.catalogue.all()
+
+
+async def test_a_version_that_cannot_be_deleted_now_is_kept_and_can_be_deleted_later(
+    serve: Serve, make: Make, fails: Callable[[Any], Any]
+) -> None:
+    made, other = make(seed=1), make(seed=2)
+    async with serve() as served:
+        for one in (made, other):
+            await served.publish(one.messages())
+        lock = served.parts.folder.path / "rules" / made.version / "lock"
+        lock.unlink()
+        lock.symlink_to("record.json")  # a link is not followed: the lock cannot be taken
+        delete = pb.DeleteRequest(ref=pb.DictionaryRef(name="rules"))
+        code, text, _ = await fails(served.stub.Delete(delete))
+        assert (code, made.version in text, other.version in text) == (grpc.StatusCode.UNAVAILABLE, True, False)
+        assert [kept.key[1] for kept in served.parts.store.catalogue.all()] == [made.version]
+        lock.unlink()
+        lock.touch()
+        answer = await served.stub.Delete(delete)
+        assert {file.ref.version for file in answer.files} >= {made.version}
+        assert not (served.parts.folder.path / "rules").exists()
+
+
 @pytest.mark.parametrize("name", ["x.partial", "store.lock", "lock"])
 async def test_a_name_like_a_file_of_the_store_is_a_name(serve: Serve, make: Make, name: str) -> None:
     made = make(name=name)

@@ -135,16 +135,11 @@ class DictionaryFolder:
         # Out of sight before it is taken apart: a reader that comes now finds nothing rather than half of it.
         trash = self.path / (REMOVING + secrets.token_hex(8))
         files = [(file.name, file.lstat().st_size) for file in sorted(folder.iterdir())]
-        folder.rename(trash)  # from here on it is gone, whatever fails
-        removed = [Removed(folder / name, nbytes, freed and _is_unlinked(trash / name)) for name, nbytes in files]
-        try:
-            trash.rmdir()
-            _remove_if_empty(folder.parent)
-            sync_folder(self.path)
-        except OSError as error:
-            log.error(
-                "what is left of a deleted version is swept at the next start", extra={"path": str(trash), "reason": str(error)}
-            )
+        folder.rename(trash)  # gone from here on, whatever fails
+        _worked(sync_folder, folder.parent)
+        removed = [Removed(folder / name, nbytes, _worked(Path.unlink, trash / name) and freed) for name, nbytes in files]
+        for work, path in ((Path.rmdir, trash), (sync_folder, self.path), (_remove_if_empty, folder.parent)):
+            _worked(work, path)
         return removed
 
     def _move_aside(self, path: Path) -> None:
@@ -175,6 +170,16 @@ class DictionaryFolder:
 def _remove_if_empty(family: Path) -> None:
     if not any(family.iterdir()):
         family.rmdir()
+
+
+def _worked(work: Callable[[Path], object], path: Path) -> bool:
+    """Whether it could be done to what is being deleted; else it is logged."""
+    try:
+        work(path)
+    except OSError as error:
+        log.error("leftover of a deleted version stays until the next start", extra={"path": str(path), "reason": str(error)})
+        return False
+    return True
 
 
 def _is(check: Callable[[str], str], text: str) -> bool:

@@ -10,17 +10,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from asm_store.domain.catalogue import Catalogue
 from asm_store.domain.changes import Changes
 from asm_store.domain.compute import Compute, uninterrupted
-from asm_store.domain.pointers import Pointers
+from asm_store.domain.pointers import Pointers, listed
 from asm_store.domain.ports import DeletedFile, Folder, Meters, Peers, Replica, Sharing
 from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.versions import Kept, Key
 from treadle.contract.checks import expect
-from treadle.contract.errors import NotFound, TreadleError
+from treadle.contract.errors import NotFound, TreadleError, Unavailable
 from treadle.contract.version import check_name
 
 log = logging.getLogger("asm_store")
@@ -51,7 +52,7 @@ class Deleting:
         self._one_at_a_time, self._proofs = asyncio.Lock(), dict[Key, list[DeletedFile]]()  # proofs that nobody has asked for yet
 
     async def delete(self, name: str, version: str, *, here_only: bool) -> Deleted:
-        """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument."""
+        """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument, Unavailable as `_remove`."""
         with self._meters.measured("deletes"):
             if here_only:
                 return Deleted(
@@ -70,7 +71,8 @@ class Deleting:
             covered = [kept for kept in self._catalogue.all() if self._is_covered(kept)]
             for kept in covered:
                 await self._pointers.clear(kept.key[0], {kept.key[1]})
-            await self._remove(covered)
+            with suppress(Unavailable):  # logged, and tried again when others are heard next, or at the next start
+                await self._remove(covered)
 
     def _is_covered(self, kept: Kept) -> bool:
         return self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds)
@@ -104,12 +106,20 @@ class Deleting:
             return [file for key in keys for file in self._proofs.pop(key, ())]
 
     async def _remove(self, versions: Iterable[Kept]) -> None:
+        """Raises Unavailable, once the others are gone, for one whose files cannot be deleted: it is here as before, and can be deleted again."""
+        failed = list[str]()
         for kept in list(versions):
             async with self._changing:
                 if kept.gone:
                     continue
                 self._catalogue.drop(kept)  # nobody is told any more where it lies
-                removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=False)
+                try:
+                    removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=False)
+                except OSError as error:
+                    self._catalogue.add(kept)
+                    log.error("version cannot be deleted", extra={"path": str(kept.stored.folder), "reason": str(error)})
+                    failed.append(f"{kept.key[0]} {kept.key[1]} ({error.strerror})")
+                    continue
             log.info("version deleted", extra={"dictionary": kept.key[0], "version": kept.key[1], "uses": kept.uses})
             self._proofs[kept.key] = [
                 DeletedFile(*kept.key, str(file.path), file.nbytes, self._sharing.name, file.freed and not kept.uses)
@@ -119,6 +129,8 @@ class Deleting:
             del self._proofs[next(iter(self._proofs))]
         await self._changes.announce()
         self._sharing.told()
+        if failed:
+            raise Unavailable(f"the files of {listed(failed)} cannot be deleted; delete it again once that is mended")
 
     async def _delete_elsewhere(self, name: str, version: str) -> tuple[list[DeletedFile], list[str]]:
         others = list(self._sharing.others)

@@ -26,7 +26,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A file that is gone. freed: False while a process still maps it."""
+    """A file that is gone. freed: False while a process still maps it, or where its bytes could not be freed."""
 
     path: Path
     nbytes: int
@@ -63,7 +63,11 @@ class Folder(Protocol):
         """Take in what is there; sweep what a killed process left; set aside what is torn. check: raises for a torn version."""
 
     def delete(self, stored: Stored, *, unread_only: bool) -> list[Removed] | None:
-        """Delete a version's files. unread_only: None, and nothing done, while a process maps it."""
+        """Delete a version's files. unread_only: None, and nothing done, while a process maps it.
+
+        Raises OSError, and nothing is done, where they cannot be taken out of sight. What stays of them after that is logged, not freed,
+        and swept at the next start.
+        """
 
     def set_aside(self, stored: Stored) -> None:
         """Take a torn version out of sight, for a look; the last few are kept."""
