@@ -95,6 +95,16 @@ def test_a_flipped_bit_names_its_tensor(tmp_path: Path) -> None:
         check_digests(views, dictionary)
 
 
+def test_what_was_extended_names_its_parts_and_what_was_not_is_written_as_ever() -> None:
+    plain, _ = sample()
+    assert set(plain.to_manifest()["prefix"]) == {"digest", "tokens", "chunks"}
+    assert "prefix.parts" not in plain.fingerprint.as_dict()
+    joined = replace(plain, prefix=replace(plain.prefix, parts=("ab" * 32, "cd" * 32)))
+    for dictionary in (plain, joined):
+        assert Dictionary.from_json(dictionary.to_json()) == dictionary
+    assert joined.version != plain.version
+
+
 @pytest.mark.parametrize("length", [0, 7, 100, -1])
 def test_a_torn_file_is_refused(tmp_path: Path, length: int) -> None:
     dictionary, tensors = sample()
@@ -147,6 +157,8 @@ def test_another_model_is_refused_by_the_field_that_differs() -> None:
         (("settings", "log_base"), "2", "log_base"),
         (("settings", "key"), "post-rope", "settings.key"),
         (("prefix", "chunks"), [3, 4], "prefix.chunks"),
+        (("prefix", "parts"), [DIGEST] * 3, "prefix.parts"),
+        (("prefix", "parts"), ["ab", "cd"], "version"),
         (("model", "kv_heads"), 4, "kv_heads"),
         (("schema",), "treadle.dictionary/2", "schema"),
         (("settings", "lists"), 6, "settings.lists"),

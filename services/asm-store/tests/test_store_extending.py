@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tests.conftest import Make, Serve
 
 Fails = Callable[[Any], Awaitable[tuple[grpc.StatusCode, str, dict[str, str]]]]
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
 SUM, MEAN = ChunkMerge.SUM, ChunkMerge.MEAN
 
 
@@ -187,6 +188,30 @@ async def test_what_has_matched_keys_is_not_extended(serve: Serve, make: Make, f
         call = served.stub.Extend(pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk")))
         code, text, _ = await fails(call)
         assert (code, "made with matched keys" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
+
+
+async def test_a_chunk_is_not_added_twice(serve: Serve, make: Make, fails: Fails) -> None:
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", tokens=11)
+    third = make(seed=3, name="third", prefix_text="third", tokens=5)
+    async with serve() as served:
+        for made in (base, chunk, third):
+            await served.publish(made.messages(promote=True))
+
+        def extend(name: str, by: str, *, promote: bool = False) -> Any:
+            refs = {"ref": pb.DictionaryRef(name=name), "chunk": pb.DictionaryRef(name=by)}
+            return served.stub.Extend(pb.ExtendRequest(**refs, promote=promote))
+
+        first = await extend("rules", "chunk", promote=True)
+        await extend("third", "chunk", promote=True)
+        for name, by, promote in (
+            ("rules", "chunk", True),  # the same command again
+            ("chunk", "chunk", False),
+            ("rules", "third", False),  # in which the chunk is, too
+        ):
+            code, text, _ = await fails(extend(name, by, promote=promote))
+            assert (code, "already" in text, chunk.dictionary.prefix.digest in text) == (INVALID, True, True), text
+        now = (await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules")))).dictionary.ref.version
+        assert now == first.dictionary.ref.version
 
 
 async def test_a_name_that_means_another_version_is_not_flipped_by_extending(serve: Serve, make: Make, fails: Fails) -> None:

@@ -29,7 +29,7 @@ Source: arXiv 2605.18226, equations 4 to 8; what it leaves open is settled in do
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -136,13 +136,15 @@ class DictionaryModel:
 class Prefix:
     """The text that the dictionary stands for.
 
-    digest: sha256 of its token ids, int32 little-endian
+    digest: sha256 of its token ids, int32 little-endian; of one that was extended, of the digests that were joined
     chunks: tokens of each part that was encoded by itself, in order; one: the whole prefix at once
+    parts:  of one that was extended: the digests of what it was put together from, in order; empty: it was built so
     """
 
     digest: str
     tokens: int
     chunks: tuple[int, ...]
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_version(self.digest)
@@ -152,6 +154,9 @@ class Prefix:
         expect(
             sum(self.chunks) == self.tokens, f"prefix.chunks: {sum(self.chunks)} tokens in all, prefix.tokens says {self.tokens}"
         )
+        expect(len(self.parts) <= len(self.chunks), f"prefix.parts: at most the {len(self.chunks)} chunks, got {len(self.parts)}")
+        for part in self.parts:
+            check_version(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,14 +359,16 @@ class Dictionary:
     def fingerprint(self) -> Fingerprint:
         """What it depends on, field by field."""
         fields: dict[str, object] = dict(self.model.fingerprint)
-        fields |= {f"prefix.{name}": value for name, value in asdict(self.prefix).items()}
+        fields |= {f"prefix.{name}": value for name, value in asdict(self.prefix).items() if name != "parts" or value}
         fields |= {f"calibration.{name}": value for name, value in asdict(self.calibration).items()}
         fields |= {f"settings.{name}": value for name, value in asdict(self.settings).items()}
         return Fingerprint.of(fields | {"layers": self.layers, "version": self.version})
 
     def to_manifest(self) -> dict[str, Any]:
         """The manifest as JSON values."""
-        prefix = asdict(self.prefix) | {"chunks": list(self.prefix.chunks)}
+        prefix = asdict(self.prefix) | {"chunks": list(self.prefix.chunks), "parts": list(self.prefix.parts)}
+        if not self.prefix.parts:
+            del prefix["parts"]  # so that what was never extended keeps its version
         manifest: dict[str, Any] = {
             "schema": SCHEMA, "name": self.name, "model": asdict(self.model), "layers": list(self.layers), "prefix": prefix,
             "calibration": asdict(self.calibration), "settings": {key: _plain(value) for key, value in asdict(self.settings).items()},
@@ -391,13 +398,13 @@ class Dictionary:
         """Read a manifest from JSON values. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
         fields = object_fields("manifest", manifest, _REQUIRED, {"prefix_kv"})
         expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
-        prefix = _part(fields, "prefix", Prefix)
+        prefix = _part(fields, "prefix", Prefix, optional={"parts"})
         try:
             return cls(
                 name=fields["name"],
                 model=DictionaryModel(**_part(fields, "model", DictionaryModel)),
                 layers=tuple(fields["layers"]),
-                prefix=Prefix(**(prefix | {"chunks": tuple(prefix["chunks"])})),
+                prefix=Prefix(**(prefix | {"chunks": tuple(prefix["chunks"]), "parts": tuple(prefix.get("parts", ()))})),
                 calibration=Calibration(**_part(fields, "calibration", Calibration)),
                 settings=_read_settings(_part(fields, "settings", DictionarySettings)),
                 tensors=_read_tensors(fields["tensors"]),
@@ -423,8 +430,9 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, StrEnum) else value
 
 
-def _part(fields: Mapping[str, Any], name: str, kind: type) -> dict[str, Any]:
-    return object_fields(name, fields[name], set(kind.__dataclass_fields__), set())  # type: ignore[attr-defined]  # of a dataclass
+def _part(fields: Mapping[str, Any], name: str, kind: type, *, optional: Set[str] = frozenset()) -> dict[str, Any]:
+    required = set(kind.__dataclass_fields__) - optional  # type: ignore[attr-defined]  # of a dataclass
+    return object_fields(name, fields[name], required, set(optional))
 
 
 def _read_settings(fields: Mapping[str, Any]) -> DictionarySettings:

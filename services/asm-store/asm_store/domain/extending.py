@@ -49,7 +49,8 @@ class Extending:
         """The new version. base, chunk: name and version, as `Bringing.bring` takes them.
 
         Raises FingerprintMismatch naming the field in which the two differ, Overtaken where the name means another version than
-        `base` and `promote` is asked for, and what Publish raises of room and quotas.
+        `base` and `promote` is asked for, InvalidArgument for a chunk that `base` stands for already, and what Publish raises of room
+        and quotas.
         """
         with self._meters.measured("extends"), self._publishing.turns.turn():
             await ask_may_change(self._catalogue, caller, base[0])
@@ -60,6 +61,7 @@ class Extending:
                 raise Overtaken(
                     f"{one.key[0]} means {self._pointers.of(one.key[0]).version or 'nothing'}, {version} is to be extended"
                 )
+            check_new(one.stored.dictionary, other.stored.dictionary)
             with one.in_use(), other.in_use():
                 published = await self._publishing.make(
                     lambda folder: _announce(folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
@@ -88,15 +90,26 @@ def check_fit(base: Dictionary, chunk: Dictionary) -> None:
             raise FingerprintMismatch(f"tensors.{name}", info.sha256, theirs[name].sha256)
 
 
+def check_new(base: Dictionary, chunk: Dictionary) -> None:
+    """Whether `base` does not stand for the chunk, or a part of it, already: nothing counts twice. Raises InvalidArgument."""
+    twice = set(_parts(base)) & set(_parts(chunk))
+    expect(
+        not twice,
+        f"chunk: {chunk.name} {chunk.version} is in {base.name} {base.version} already (prefix {', '.join(sorted(twice)[:3])}); "
+        "extend the version from before, or by another chunk",
+    )
+
+
 def extended(base: Dictionary, chunk: Dictionary) -> Dictionary:
     """The manifest of both together, the tensors still those of `base`. The exact prefix KV of two parts is not that of both: none is kept.
 
-    prefix.digest of parts: sha256 of their digests, one behind the other, for the tokens are not here to be hashed
+    prefix.digest of parts: sha256 of their digests, one behind the other, for the tokens are not here to be hashed; prefix.parts: theirs
     """
     prefix = Prefix(
         _joined(base.prefix.digest, chunk.prefix.digest),
         base.prefix.tokens + chunk.prefix.tokens,
         base.prefix.chunks + chunk.prefix.chunks,
+        _parts(base) + _parts(chunk),
     )
     first, second = base.calibration, chunk.calibration
     calibration = first
@@ -158,6 +171,10 @@ def _copy(file: TensorFile, name: str, tensor: NDArray[Any]) -> None:
     flat = tensor.reshape(-1)
     for first in range(0, flat.size, COPY_NUMBERS):
         file.append(name, flat[first : first + COPY_NUMBERS])
+
+
+def _parts(dictionary: Dictionary) -> tuple[str, ...]:
+    return dictionary.prefix.parts or (dictionary.prefix.digest,)
 
 
 def _joined(first: str, second: str) -> str:
