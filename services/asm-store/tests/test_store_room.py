@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import os
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +130,54 @@ async def test_the_number_of_versions_is_bounded_too(serve: Serve, make: Make, f
             await served.stub.Pin(pin)
         code, text, _ = await fails(served.publish(make(seed=9).messages()))
         assert (code, "versions_max" in text) == (FULL, True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """`tmp_path/data` on a file system of 2 MiB and 64 files of its own."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=64,mode=750", "none", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is for root, where it is allowed")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    with suppress(OSError):
+        for number in range(64):
+            (folder / f"file-{number}").touch()
+
+
+def empty(folder: Path) -> None:
+    for file in folder.glob("file-*"):
+        file.unlink()
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.glob(".publishing-*"))
+
+
+async def test_a_full_disk_refuses_a_publish_and_an_extend(
+    serve: Serve, small_disk: Path, large: Any, make: Make, fails: Fails
+) -> None:
+    base, chunk, small = large(1), make(seed=2, settings=LARGE, name="chunk", prefix_text="second"), make(seed=3)
+    async with serve() as served:
+        for made in (base, chunk):
+            await served.publish(made.messages(promote=True))
+        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk"))
+        for call in (served.stub.Extend(extend), served.publish(large(4).messages())):
+            code, text, _ = await fails(call)
+            assert (code, "no room for it on its file system" in text) == (FULL, True), text
+        fill(small_disk)
+        code, text, _ = await fails(served.publish(small.messages()))  # there is no room for its folder
+        assert (code, "no room for it on its file system" in text) == (FULL, True), text
+        empty(small_disk)
+        assert leftovers(small_disk) == []
+        assert not (await served.publish(small.messages())).existed
 
 
 @pytest.fixture

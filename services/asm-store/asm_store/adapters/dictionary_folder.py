@@ -19,7 +19,16 @@ from asm_store.adapters.version_files import StagedVersion, read_pin, read_versi
 from asm_store.domain.ports import Adopted, Removed
 from asm_store.domain.versions import PIN_FILE, Key, Pin, Pointer, Stored
 from treadle.chassis.file_locks import count_readers, hold_for_life, locked_alone
-from treadle.chassis.small_files import FOLDER_MODE, PARTIAL, is_real_folder, make_ours, read_small, sync_folder, write_small
+from treadle.chassis.small_files import (
+    FOLDER_MODE,
+    PARTIAL,
+    is_real_folder,
+    make_ours,
+    no_room_is_refused,
+    read_small,
+    sync_folder,
+    write_small,
+)
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.errors import DataLoss, InvalidArgument, Unavailable
 from treadle.contract.version import check_name, check_version
@@ -54,7 +63,8 @@ class DictionaryFolder:
     def stage(self) -> StagedVersion:
         """See Folder."""
         path = self.path / (PUBLISHING + secrets.token_hex(8))
-        path.mkdir(FOLDER_MODE)
+        with no_room_is_refused(path):
+            path.mkdir(FOLDER_MODE)
         return StagedVersion(path, self._put_in_place)
 
     def adopt(self, check: Callable[[Path, Dictionary], None] | None) -> Adopted:

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from asm_store.domain.ports import Result
 from asm_store.domain.versions import LOCK_FILE, PIN_FILE, RECORD_BYTES_MAX, RECORD_FILE, Pin, Record, Stored
 from treadle.chassis.small_files import FILE_MODE, no_room_is_refused, read_small, sync_folder, write_small
 from treadle.contract.dictionary import MANIFEST_BYTES_MAX, Dictionary
@@ -27,13 +28,18 @@ class StagedVersion:
         self.folder, self._put_in_place = folder, put_in_place
         self._open: dict[str, int] = {}
 
+    def write(self, work: Callable[[Path], Result]) -> Result:
+        """See Staged."""
+        with no_room_is_refused(self.folder):
+            return work(self.folder)
+
     def append(self, name: str, data: bytes) -> None:
         """See Staged."""
-        if name not in self._open:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._open[name] = os.open(self.folder / name, flags, FILE_MODE)
         rest = memoryview(data)
         with no_room_is_refused(self.folder / name):
+            if name not in self._open:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+                self._open[name] = os.open(self.folder / name, flags, FILE_MODE)
             while rest:
                 rest = rest[os.write(self._open[name], rest) :]
 

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from asm_store.domain.versions import FileInfo, Key, Pin, Pointer, Record, Stored
 from treadle.contract.dictionary import Dictionary
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,9 @@ class Staged(Protocol):
     def folder(self) -> Path:
         """Where its files lie."""
 
+    def write(self, work: Callable[[Path], Result]) -> Result:
+        """What `work` answers, which writes files into the folder itself. Raises ResourceExhausted where it finds no room, and as it does."""
+
     def append(self, name: str, data: bytes) -> None:
         """Write bytes behind those that the file has. Raises ResourceExhausted without room."""
 
@@ -57,7 +62,7 @@ class Folder(Protocol):
     """Versions, pointers, pins and tombstones on the disk. Any thread."""
 
     def stage(self) -> Staged:
-        """Begin a version."""
+        """Begin a version. Raises ResourceExhausted without room."""
 
     def adopt(self, check: Callable[[Path, Dictionary], None] | None) -> Adopted:
         """Take in what is there; sweep what a killed process left; set aside what is torn. check: raises for a torn version."""

@@ -96,7 +96,7 @@ class Publishing:
         async with self._room.reserved(caller.tenant, nbytes):
             staged = self._folder.stage()
             try:
-                announced, dictionary = await self._compute.run_long(announce, staged.folder)
+                announced, dictionary = await self._compute.run_long(staged.write, announce)
                 await self._compute.run_long(check_files, staged.folder, dictionary)
                 return await self.commit(staged, announced, dictionary, caller)
             finally:
