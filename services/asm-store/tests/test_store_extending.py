@@ -214,6 +214,45 @@ async def test_a_chunk_is_not_added_twice(serve: Serve, make: Make, fails: Fails
         assert now == first.dictionary.ref.version
 
 
+async def test_what_is_deleted_before_it_is_read_is_not_found(
+    serve: Serve, make: Make, fails: Fails, eventually: Callable[[Callable[[], bool], str], Awaitable[None]]
+) -> None:
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    ref = pb.DictionaryRef(name="rules", version=base.version)
+    async with serve() as served:
+        for made in (base, chunk):
+            await served.publish(made.messages(promote=True))
+        compute = served.parts.server._publishing._compute
+        async with compute._long:  # a publish is being checked: there are two threads, one for long work
+            extending = asyncio.ensure_future(
+                fails(served.stub.Extend(pb.ExtendRequest(ref=ref, chunk=pb.DictionaryRef(name="chunk"))))
+            )
+            await eventually(lambda: any(served.parts.folder.path.glob(".publishing-*")), "it waits for a thread")
+            await served.stub.Delete(pb.DeleteRequest(ref=ref))
+        code, text, _ = await extending
+        assert (code, base.version in text) == (grpc.StatusCode.NOT_FOUND, True), text
+
+
+async def test_what_is_extended_stays_while_the_chunk_is_brought(serve: Serve, make: Make, monkeypatch: Any) -> None:
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    async with serve(versions_max=3) as served:
+        for made in (base, chunk):
+            await served.publish(made.messages())
+        bringing = served.parts.bringing
+        bring = bringing.bring
+
+        async def full(name: str, version: str) -> Any:
+            if name == "chunk":  # what comes meanwhile needs the room of one that nobody uses
+                for seed in range(3, 6):
+                    await served.publish(make(seed=seed, name="other").messages())
+            return await bring(name, version)
+
+        with served.parts.store.catalogue.get(("chunk", chunk.version)).in_use():  # type: ignore[union-attr]  # it is there
+            monkeypatch.setattr(bringing, "bring", full)
+            refs = {"ref": ("rules", base.version), "chunk": ("chunk", chunk.version)}
+            await served.stub.Extend(pb.ExtendRequest(**{k: pb.DictionaryRef(name=n, version=v) for k, (n, v) in refs.items()}))
+
+
 async def test_a_name_that_means_another_version_is_not_flipped_by_extending(serve: Serve, make: Make, fails: Fails) -> None:
     one, two = make(seed=1), make(seed=2)
     async with serve() as served:

@@ -21,14 +21,14 @@ from asm_store.domain.checking import as_float, row_blocks
 from asm_store.domain.merging import at_rest, merge_entries
 from asm_store.domain.pointers import Pointers
 from asm_store.domain.ports import Announced, Meters
-from asm_store.domain.publishing import Publishing
+from asm_store.domain.publishing import Published, Publishing
 from asm_store.domain.tenancy import Caller, ask_may_change
 from asm_store.domain.tensor_file import TensorFile
 from asm_store.domain.versions import FileInfo, Kept, Stored
 from treadle.contract.checks import expect
 from treadle.contract.dictionary import Calibration, Dictionary, Prefix, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors
-from treadle.contract.errors import FingerprintMismatch, Overtaken
+from treadle.contract.errors import FingerprintMismatch, NotFound, Overtaken
 
 COPIED = ("keys", "key_scales", "list_keys", "list_starts", "whitening")  # of the keys: the same in both
 COUNT_MOST = np.iinfo(np.int32).max
@@ -49,26 +49,30 @@ class Extending:
         """The new version. base, chunk: name and version, as `Bringing.bring` takes them.
 
         Raises FingerprintMismatch naming the field in which the two differ, Overtaken where the name means another version than
-        `base` and `promote` is asked for, InvalidArgument for a chunk that `base` stands for already, and what Publish raises of room
-        and quotas.
+        `base` and `promote` is asked for, InvalidArgument for a chunk that `base` stands for already, NotFound for what is deleted before it
+        begins to read, and what Publish raises of room and quotas.
         """
         with self._meters.measured("extends"), self._publishing.turns.turn():
             await ask_may_change(self._catalogue, caller, base[0])
-            one, other = await self._bringing.bring(*base), await self._bringing.bring(*chunk)
-            check_fit(one.stored.dictionary, other.stored.dictionary)
-            version = one.key[1]
-            if promote and not self._pointers.names(*one.key):
-                raise Overtaken(
-                    f"{one.key[0]} means {self._pointers.of(one.key[0]).version or 'nothing'}, {version} is to be extended"
-                )
-            check_new(one.stored.dictionary, other.stored.dictionary)
-            with one.in_use(), other.in_use():
-                published = await self._publishing.make(
-                    lambda folder: _announce(folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
-                )
+            one = await self._bringing.bring(*base)
+            with one.in_use():  # bringing the other evicts what nobody needs
+                other = await self._bringing.bring(*chunk)
+                with other.in_use():
+                    published = await self._extend(one, other, caller, promote=promote)
             if promote:
-                await self._publishing.promote(published.kept, caller, version)
+                await self._publishing.promote(published.kept, caller, one.key[1])
             return published.kept
+
+    async def _extend(self, one: Kept, other: Kept, caller: Caller, *, promote: bool) -> Published:
+        check_fit(one.stored.dictionary, other.stored.dictionary)
+        if promote and not self._pointers.names(*one.key):
+            raise Overtaken(
+                f"{one.key[0]} means {self._pointers.of(one.key[0]).version or 'nothing'}, {one.key[1]} is to be extended"
+            )
+        check_new(one.stored.dictionary, other.stored.dictionary)
+        return await self._publishing.make(
+            lambda folder: _announce(folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
+        )
 
 
 def check_fit(base: Dictionary, chunk: Dictionary) -> None:
@@ -133,9 +137,15 @@ def write_extended(path: Path, base: tuple[Dictionary, Tensors], chunk: tuple[Di
 
 def _announce(folder: Path, base: Stored, chunk: Stored, tenant: str) -> tuple[Announced, Dictionary]:
     path = folder / TENSORS_FILE
-    parts = [(each.dictionary, map_tensors(each.tensors_path, each.dictionary, each.offsets)) for each in (base, chunk)]
-    dictionary, info = write_extended(path, parts[0], parts[1])
+    dictionary, info = write_extended(path, _mapped(base), _mapped(chunk))
     return Announced(dictionary.to_json(), (info,), b"", tenant), dictionary
+
+
+def _mapped(stored: Stored) -> tuple[Dictionary, Tensors]:
+    try:
+        return stored.dictionary, map_tensors(stored.tensors_path, stored.dictionary, stored.offsets)
+    except FileNotFoundError as error:
+        raise NotFound(f"{stored.key[0]} {stored.key[1]} was deleted") from error
 
 
 def _merge_layer(file: TensorFile, layer: int, base: tuple[Dictionary, Tensors], chunk: tuple[Dictionary, Tensors]) -> None:
