@@ -50,7 +50,7 @@ class Settings(ServerSettings):
     publishes_max: int = 4
     """Most Publish and Extend calls at once; more are refused with RESOURCE_EXHAUSTED."""
     publish_seconds_max: float = 3600.0
-    """Longest time of a Publish, or of a copy from another replica."""
+    """Longest time of a Publish or Extend, or of a copy from another replica."""
     publish_silence_seconds: float = 30.0
     """Longest time between two messages of a Publish."""
     lookups_max: int = 16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import tracemalloc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from asm_store.domain.checking import as_float
 from asm_store.domain.extending import extended, write_extended
 from asm_store.domain.merging import at_rest, merge_entries
+from asm_store.domain.tenancy import Caller
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.dictionary import ChunkMerge, DictionaryModel, DictionarySettings, Grouping, RowDtype, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors, write_tensors
@@ -249,8 +251,48 @@ async def test_what_is_extended_stays_while_the_chunk_is_brought(serve: Serve, m
 
         with served.parts.store.catalogue.get(("chunk", chunk.version)).in_use():  # type: ignore[union-attr]  # it is there
             monkeypatch.setattr(bringing, "bring", full)
-            refs = {"ref": ("rules", base.version), "chunk": ("chunk", chunk.version)}
-            await served.stub.Extend(pb.ExtendRequest(**{k: pb.DictionaryRef(name=n, version=v) for k, (n, v) in refs.items()}))
+            one, other = (pb.DictionaryRef(name=made.name, version=made.version) for made in (base, chunk))
+            await served.stub.Extend(pb.ExtendRequest(ref=one, chunk=other))
+
+
+async def test_extending_ends_with_its_time_and_leaves_nothing(serve: Serve, make: Make, fails: Fails) -> None:
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    async with serve() as served:
+        for made in (base, chunk):
+            await served.publish(made.messages(promote=True))
+        served.parts.server._publishing._seconds_max = 1e-6
+        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk"))
+        code, text, _ = await fails(served.stub.Extend(extend))
+        assert (code, "publish_seconds_max" in text) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), text
+        assert len((await served.stub.List(pb.ListRequest())).dictionaries) == 2
+        assert not any(served.parts.folder.path.glob(".publishing-*"))
+
+
+async def test_who_leaves_waits_for_one_block_and_not_for_the_whole(serve: Serve, make: Make, monkeypatch: Any) -> None:
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    begun, go_on, blocks = threading.Event(), threading.Event(), list[int]()
+
+    def merge(*arguments: Any, **options: Any) -> Any:
+        blocks.append(len(blocks))
+        begun.set()
+        go_on.wait(20)
+        return merge_entries(*arguments, **options)
+
+    monkeypatch.setattr("asm_store.domain.extending.merge_entries", merge)
+    async with serve() as served:
+        for made in (base, chunk):
+            await served.publish(made.messages(promote=True))
+        extending = served.parts.server._extending
+        work = asyncio.create_task(extending.extend(("rules", ""), ("chunk", ""), Caller("default", admin=True), promote=False))
+        assert await asyncio.to_thread(begun.wait, 20)
+        work.cancel()
+        await asyncio.sleep(0.05)  # it has heard of it, and waits for its thread
+        assert not work.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert len(blocks) == 1
+        assert not any(served.parts.folder.path.glob(".publishing-*"))
 
 
 async def test_a_name_that_means_another_version_is_not_flipped_by_extending(serve: Serve, make: Make, fails: Fails) -> None:

@@ -84,6 +84,8 @@ def check_files(folder: Path, dictionary: Dictionary, *, pace: Callable[[int], N
     tensors = map_tensors(folder / TENSORS_FILE, dictionary, offsets)
     check_tensor_digests(tensors, dictionary, pace=pace)
     for layer in dictionary.layers:
+        if pace is not None:
+            pace(0)
         check_layer(layer, dictionary, tensors)
     if dictionary.prefix_kv is not None:
         check_prefix_kv(folder / PREFIX_KV_FILE, dictionary)

@@ -6,16 +6,18 @@ A cancelled caller leaves only when the thread that works for it has ended, so n
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
-from treadle.contract.errors import ResourceExhausted
+from treadle.contract.errors import ResourceExhausted, Unavailable
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Check = Callable[[], None]
 
 
 class Compute:
@@ -36,6 +38,30 @@ class Compute:
         """The same for what reads or writes whole files: it waits until a thread beside the last is free."""
         async with self._long:
             return await self.run(work, *arguments, **options)
+
+    async def run_stoppable(
+        self, work: Callable[Concatenate[Check, Arguments], Result], /, *arguments: Arguments.args, **options: Arguments.kwargs
+    ) -> Result:
+        """The same for `work(check, *arguments)`, which calls `check` between its steps: once the caller leaves that raises Unavailable.
+
+        So that who leaves, or is sent away, waits for a step and not for the whole.
+        """
+        left = threading.Event()
+
+        def check() -> None:
+            if left.is_set():
+                raise Unavailable("nobody waits for it any more")
+
+        running = asyncio.ensure_future(self.run_long(partial(work, check), *arguments, **options))
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            left.set()
+            running.cancel()
+            await asyncio.wait([running])
+            if not running.cancelled():
+                running.exception()  # taken note of
+            raise
 
     def close(self) -> None:
         """End the threads."""

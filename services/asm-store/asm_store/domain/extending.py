@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from asm_store.domain.bringing import Bringing
 from asm_store.domain.catalogue import Catalogue
 from asm_store.domain.checking import as_float, row_blocks
+from asm_store.domain.compute import Check
 from asm_store.domain.merging import at_rest, merge_entries
 from asm_store.domain.pointers import Pointers
 from asm_store.domain.ports import Announced, Meters
@@ -71,7 +72,7 @@ class Extending:
             )
         check_new(one.stored.dictionary, other.stored.dictionary)
         return await self._publishing.make(
-            lambda folder: _announce(folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
+            lambda check, folder: _announce(check, folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
         )
 
 
@@ -123,10 +124,12 @@ def extended(base: Dictionary, chunk: Dictionary) -> Dictionary:
     return replace(base, prefix=prefix, calibration=calibration, prefix_kv=None)
 
 
-def write_extended(path: Path, base: tuple[Dictionary, Tensors], chunk: tuple[Dictionary, Tensors]) -> tuple[Dictionary, FileInfo]:
-    """Write the tensors of both together to `path`: the manifest, and what the file is."""
+def write_extended(
+    path: Path, base: tuple[Dictionary, Tensors], chunk: tuple[Dictionary, Tensors], check: Check = lambda: None
+) -> tuple[Dictionary, FileInfo]:
+    """Write the tensors of both together to `path`: the manifest, and what the file is. check: called before each block, raises to end it."""
     dictionary = extended(base[0], chunk[0])
-    with TensorFile(path, dict(dictionary.tensor_shapes())) as file:
+    with TensorFile(path, dict(dictionary.tensor_shapes()), check) as file:
         for layer in dictionary.layers:
             for part in COPIED:
                 if (name := tensor_name(layer, part)) in base[1]:
@@ -135,9 +138,8 @@ def write_extended(path: Path, base: tuple[Dictionary, Tensors], chunk: tuple[Di
         return replace(dictionary, tensors=file.infos()), file.file_info()
 
 
-def _announce(folder: Path, base: Stored, chunk: Stored, tenant: str) -> tuple[Announced, Dictionary]:
-    path = folder / TENSORS_FILE
-    dictionary, info = write_extended(path, _mapped(base), _mapped(chunk))
+def _announce(check: Check, folder: Path, base: Stored, chunk: Stored, tenant: str) -> tuple[Announced, Dictionary]:
+    dictionary, info = write_extended(folder / TENSORS_FILE, _mapped(base), _mapped(chunk), check)
     return Announced(dictionary.to_json(), (info,), b"", tenant), dictionary
 
 

@@ -10,13 +10,15 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from asm_store.domain.catalogue import Catalogue
 from asm_store.domain.changes import Changes
 from asm_store.domain.checking import check_announcement, check_files
-from asm_store.domain.compute import Compute, Turnstile, uninterrupted
+from asm_store.domain.compute import Check, Compute, Turnstile, uninterrupted
 from asm_store.domain.ports import Announced, End, Folder, Meters, Piece, Sharing, Staged
 from asm_store.domain.promoting import Promoting
 from asm_store.domain.room import Room
@@ -32,6 +34,7 @@ log = logging.getLogger("asm_store")
 PIECE_BYTES_MAX = 1 << 20
 RETRY_SECONDS = 1.0
 Events = AsyncIterator[Announced | Piece | End]
+Announce = Callable[[Check, Path], tuple[Announced, Dictionary]]  # told what to call between its steps, and a folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +82,17 @@ class Publishing:
         key = dictionary.name, hashlib.sha256(announced.manifest_json).hexdigest()
         if (kept := self._catalogue.get(key)) is not None:
             return Published(kept, existed=True)
-        try:
-            async with asyncio.timeout(self._seconds_max), self._room.reserved(announced.tenant, _bytes_of(announced)):
-                staged = self._folder.stage()
-                try:
-                    await self._receive(staged, announced.files, events)
-                    await self._compute.run_long(check_files, staged.folder, dictionary)
-                    return await self.commit(staged, announced, dictionary, caller)
-                finally:
-                    await uninterrupted(self._compute.run(staged.discard))
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"it did not end within publish_seconds_max, {self._seconds_max:g} s") from error
+        async with self._staged(announced.tenant, _bytes_of(announced)) as staged:
+            await self._receive(staged, announced.files, events)
+            await self._compute.run_stoppable(_check, staged.folder, dictionary)
+            return await self.commit(staged, announced, dictionary, caller)
 
-    async def make(self, announce: Callable[[Path], tuple[Announced, Dictionary]], caller: Caller, nbytes: int) -> Published:
-        """A version that is written here. announce: writes the files into a folder, in a thread; nbytes: about what they take."""
-        async with self._room.reserved(caller.tenant, nbytes):
-            staged = self._folder.stage()
-            try:
-                announced, dictionary = await self._compute.run_long(staged.write, announce)
-                await self._compute.run_long(check_files, staged.folder, dictionary)
-                return await self.commit(staged, announced, dictionary, caller)
-            finally:
-                await uninterrupted(self._compute.run(staged.discard))
+    async def make(self, announce: Announce, caller: Caller, nbytes: int) -> Published:
+        """A version that is written here. announce: writes the files, in a thread; nbytes: about what they take. Raises as `receive`."""
+        async with self._staged(caller.tenant, nbytes) as staged:
+            announced, dictionary = await self._compute.run_stoppable(_write, staged, announce)
+            await self._compute.run_stoppable(_check, staged.folder, dictionary)
+            return await self.commit(staged, announced, dictionary, caller)
 
     async def commit(self, staged: Staged, announced: Announced, dictionary: Dictionary, caller: Caller | None) -> Published:
         """Show what was written and checked.
@@ -118,6 +110,19 @@ class Publishing:
             await self._promoting.promote(kept, expected, caller)
         except Unavailable as error:
             raise Unavailable(f"{kept.key[0]} {kept.key[1]} is published and not promoted: {error}") from error
+
+    @asynccontextmanager
+    async def _staged(self, tenant: str, nbytes: int) -> AsyncIterator[Staged]:
+        """Room, time and a folder for one version; what was not committed is gone at the end."""
+        try:
+            async with asyncio.timeout(self._seconds_max), self._room.reserved(tenant, nbytes):
+                staged = self._folder.stage()
+                try:
+                    yield staged
+                finally:
+                    await uninterrupted(self._compute.run(staged.discard))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"it did not end within publish_seconds_max, {self._seconds_max:g} s") from error
 
     async def _commit_and_tell(
         self, staged: Staged, announced: Announced, dictionary: Dictionary, caller: Caller | None
@@ -174,6 +179,14 @@ class Publishing:
             raise DataLoss(f"publish: the stream ended early, at {where}") from None
         except TimeoutError as error:
             raise DeadlineExceeded(f"publish: nothing came for {self._silence_seconds:g} s, at {where}") from error
+
+
+def _check(check: Check, folder: Path, dictionary: Dictionary) -> None:
+    check_files(folder, dictionary, pace=lambda _: check())
+
+
+def _write(check: Check, staged: Staged, announce: Announce) -> tuple[Announced, Dictionary]:
+    return staged.write(partial(announce, check))
 
 
 def _check_place(event: Announced | Piece | End, file: FileInfo, offset: int) -> Piece:

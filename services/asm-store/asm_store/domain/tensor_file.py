@@ -18,19 +18,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from asm_store.domain.compute import Check
 from asm_store.domain.versions import FileInfo
 from treadle.contract.dictionary import ITEM_BYTES, TensorInfo
 from treadle.contract.dictionary_file import ALIGNMENT_BYTES
 from treadle.contract.errors import InvalidArgument
 
 FILE_MODE = 0o640
+READ_BYTES = 4 << 20
 
 
 class TensorFile:
-    """A context manager; `infos` and `file_info` once all is written. shapes: name -> (dtype, shape)."""
+    """A context manager; `infos` and `file_info` once all is written. shapes: name -> (dtype, shape); check: called before each block."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-        self._path, self._shapes = path, dict(shapes)
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]], check: Check = lambda: None) -> None:
+        self._path, self._shapes, self._check = path, dict(shapes), check
         text, self._at = _layout(self._shapes)
         self._left = {name: prod(shape) * ITEM_BYTES[dtype] for name, (dtype, shape) in self._shapes.items()}
         self._digests = {name: hashlib.sha256() for name in self._shapes}
@@ -38,7 +40,8 @@ class TensorFile:
         os.pwrite(self._descriptor, text, 0)
 
     def append(self, name: str, block: NDArray[Any]) -> None:
-        """The next numbers of a tensor. Raises InvalidArgument for more than it has, OSError as it comes."""
+        """The next numbers of a tensor. Raises InvalidArgument for more than it has, OSError as it comes, and what `check` raises."""
+        self._check()
         data = np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
         self._left[name] -= data.nbytes
         if self._left[name] < 0:
@@ -59,9 +62,12 @@ class TensorFile:
     def file_info(self) -> FileInfo:
         """What the file is, forced to the disk."""
         os.fsync(self._descriptor)
+        digest = hashlib.sha256()
         with self._path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return FileInfo(self._path.name, self._path.stat().st_size, digest)
+            while block := file.read(READ_BYTES):
+                self._check()
+                digest.update(block)
+        return FileInfo(self._path.name, self._path.stat().st_size, digest.hexdigest())
 
     def __enter__(self) -> TensorFile:
         return self
