@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -157,8 +157,47 @@ def empty(folder: Path) -> None:
         file.unlink()
 
 
+def arrived(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob(".publishing-*/dictionary.safetensors"))
+
+
 def leftovers(folder: Path) -> list[Path]:
     return list(folder.glob(".publishing-*"))
+
+
+def fill_bytes(folder: Path) -> None:
+    with suppress(OSError), (folder / "file-large").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def link_files(folder: Path, version: Path) -> None:
+    for file in version.iterdir():
+        (folder / f"file-{file.name}").hardlink_to(file)
+
+
+async def test_nothing_is_evicted_for_what_a_full_disk_cannot_describe(
+    serve: Serve, small_disk: Path, make: Make, fails: Fails, eventually: Eventually
+) -> None:
+    old, new = make(name="old", seed=1), make(seed=2)
+    (info,) = new.files()
+    async with serve(versions_max=1) as served:
+        await served.publish(old.messages())
+        link_files(small_disk, small_disk / "old" / old.version)  # that its bytes go frees none
+
+        async def sending() -> AsyncGenerator[pb.PublishRequest, None]:
+            for message in new.messages():
+                if message.WhichOneof("event") == "end":
+                    await eventually(lambda: arrived(small_disk) == info.bytes, "its file is there")
+                    fill_bytes(small_disk)  # record and manifest find no room
+                yield message
+
+        code, text, _ = await fails(served.stub.Publish(sending()))
+        assert (code, "no room for it on its file system" in text) == (FULL, True), text
+        assert versions(served) == {old.version}
+        empty(small_disk)
+        await served.publish(new.messages())
+        assert versions(served) == {new.version}
 
 
 async def test_a_full_disk_refuses_a_publish_and_an_extend(

@@ -51,7 +51,7 @@ class StagedVersion:
                 os.fsync(descriptor)
         self._close()
 
-    def commit(self, record: Record, dictionary: Dictionary, manifest_json: bytes, card_json: bytes) -> Stored:
+    def describe(self, record: Record, manifest_json: bytes, card_json: bytes) -> None:
         """See Staged."""
         self._close()
         if card_json:
@@ -60,8 +60,11 @@ class StagedVersion:
         write_small(self.folder / RECORD_FILE, record.to_json())
         write_small(self.folder / MANIFEST_FILE, manifest_json)
         sync_folder(self.folder)
+
+    def commit(self, record: Record) -> Stored:
+        """See Staged."""
         with no_room_is_refused(self.folder):
-            return self._put_in_place(self.folder, dictionary.name, record.version)
+            return self._put_in_place(self.folder, record.name, record.version)
 
     def discard(self) -> None:
         """See Staged."""

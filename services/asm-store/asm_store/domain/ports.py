@@ -51,8 +51,11 @@ class Staged(Protocol):
     def sync(self) -> None:
         """Force what was written to the disk, and let go of it: nothing is appended any more."""
 
-    def commit(self, record: Record, dictionary: Dictionary, manifest_json: bytes, card_json: bytes) -> Stored:
-        """Show it, by one rename, in place of nothing or of what was torn. Raises ResourceExhausted."""
+    def describe(self, record: Record, manifest_json: bytes, card_json: bytes) -> None:
+        """Write what is said of it beside its files, the manifest last: only the rename is left. Raises ResourceExhausted."""
+
+    def commit(self, record: Record) -> Stored:
+        """Show what was described, by one rename, in place of nothing or of what was torn. Raises ResourceExhausted."""
 
     def discard(self) -> None:
         """Remove it, unless it was committed."""

@@ -144,9 +144,10 @@ class Publishing:
                 at = max(self._clock(), self._tombstones.deleted_at(key) + 0.001)  # after its deletion, whatever clocks say
             elif self._tombstones.covers(key, at):
                 raise NotFound(f"{key[0]} {key[1]} was deleted meanwhile")
-            await self._room.make(announced.tenant, _bytes_of(announced))
             record = Record(*key, announced.tenant, at, announced.files)
-            stored = await self._compute.run(staged.commit, record, dictionary, announced.manifest_json, announced.card_json)
+            await self._compute.run(staged.describe, record, announced.manifest_json, announced.card_json)
+            await self._room.make(announced.tenant, _bytes_of(announced))  # only a rename can fail after that
+            stored = await self._compute.run(staged.commit, record)
             kept = Kept(stored, self._clock())
             self._catalogue.add(kept)
         log.info(
