@@ -6,29 +6,30 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 
+from asm_store import messages as m
 from asm_store.__main__ import main
 from asm_store.adapters.replica_calls import CHANNELS_MAX, ReplicaCalls
 from asm_store.domain import deleting as deleting_module
 from asm_store.domain import pointers as pointers_module
 from asm_store.domain.compute import Compute
-from asm_store.domain.ports import Replica
+from asm_store.domain.ports import End, Remote, Replica
 from asm_store.domain.tombstones import TOMBSTONE_SECONDS, TOMBSTONES_MAX, Tombstones
 from asm_store.domain.versions import Pin, Pointer, Record
 from asm_store.settings import Settings
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.chassis.settings import WrongSetting
 from treadle.client import Endpoint
-from treadle.contract.errors import InvalidArgument
+from treadle.contract.errors import InvalidArgument, Unavailable
 
 if TYPE_CHECKING:
-    from tests.conftest import Make, Serve
+    from tests.conftest import Made, Make, Serve
 
 Fails = Callable[[Any], Awaitable[tuple[grpc.StatusCode, str, dict[str, str]]]]
 FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -101,19 +102,64 @@ async def test_long_work_leaves_a_thread_for_short_work() -> None:
         compute.close()
 
 
+class Silent:
+    """Another replica that has begun to answer, and says no more until it is over."""
+
+    def __init__(self) -> None:
+        self.asked, self.over = list[Any](), asyncio.Event()
+
+    async def get(self, replica: Replica, key: Any) -> AsyncGenerator[End, None]:
+        self.asked.append(key)
+        await self.over.wait()
+        raise Unavailable("it has gone")
+        yield End()
+
+
+def lookup(made: Made) -> pb.LookupRequest:
+    return pb.LookupRequest(ref=pb.DictionaryRef(name=made.name, version=made.version), layer=0, queries=bytes(4 * 6 * 8))
+
+
 async def test_what_goes_is_unmapped_however_it_goes(serve: Serve, make: Make) -> None:
     made = [make(seed=seed) for seed in range(3)]
     async with serve(versions_max=2) as served:
         for one in made[:2]:
             await served.publish(one.messages())
-            lookup = pb.LookupRequest(ref=pb.DictionaryRef(name=one.name, version=one.version), layer=0, queries=bytes(4 * 6 * 8))
-            await served.stub.Lookup(lookup)
+            await served.stub.Lookup(lookup(one))
         mapped = served.parts.server._lookups._mapped
         assert len(mapped) == 2
         await served.publish(made[2].messages())  # the first is evicted
         assert set(mapped) == {(made[1].name, made[1].version)}
         await served.parts.store.deleting.obey({(made[1].name, made[1].version): time.time() + 60})  # as another replica says
         assert not mapped
+
+
+async def test_the_tensors_that_were_asked_lately_stay_mapped(serve: Serve, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asm_store.domain.lookup.MAPPED_MAX", 2)
+    made = [make(seed=seed) for seed in range(3)]
+    async with serve() as served:
+        for one in made:
+            await served.publish(one.messages())
+        for one in (made[0], made[1], made[0], made[2]):
+            await served.stub.Lookup(lookup(one))
+        assert list(served.parts.server._lookups._mapped) == [(one.name, one.version) for one in (made[0], made[2])]
+
+
+async def test_who_waits_for_a_copy_takes_no_lookup_from_others(
+    serve: Serve, make: Make, fails: Fails, eventually: Callable[[Callable[[], bool], str], Awaitable[None]]
+) -> None:
+    here, away = make(seed=1), make(seed=2)
+    async with serve(lookups_max=1, publish_silence_seconds=60) as served:
+        await served.publish(here.messages())
+        record = Record(away.name, away.version, "default", 5.0, m.file_infos(away.files()))
+        versions = {(away.name, away.version): Remote(record, away.dictionary.to_json())}
+        served.parts.store.sharing.others = (Replica("silent", "", alive=True, versions=versions),)  # type: ignore[misc]  # of Alone, which has none
+        peers = served.parts.bringing._peers = Silent()  # type: ignore[assignment]  # nobody deletes here
+        waiting = served.stub.Lookup(lookup(away))
+        waiting_failed = asyncio.ensure_future(fails(waiting))
+        await eventually(lambda: bool(peers.asked), "the copy has begun")
+        assert len((await served.stub.Lookup(lookup(here))).states) == 4 * 6 * 8
+        peers.over.set()
+        assert (await waiting_failed)[0] is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_publish_that_takes_too_long_is_ended(serve: Serve, make: Make, fails: Fails) -> None:

@@ -92,9 +92,9 @@ class Lookups:
 
     async def look_up(self, name: str, version: str, layer: int, queries: bytes, rotated: bytes = b"") -> Found:
         """States of queries, [T, H, head_dim] float32 little-endian; rotated: the same after RoPE. Raises what `Bringing.bring` and `look_up` raise, ResourceExhausted."""
-        with self._meters.measured("lookups"), self._turn.turn():
-            kept = await self._bringing.bring(name, version)
-            with kept.in_use():
+        with self._meters.measured("lookups"):
+            kept = await self._bringing.bring(name, version)  # which may take minutes, and no turn of the others
+            with self._turn.turn(), kept.in_use():
                 found = await self._compute.run(self._look_up, kept, layer, queries, rotated)
         self.answered += 1
         return found
@@ -119,6 +119,8 @@ class Lookups:
     def _tensors(self, kept: Kept) -> Mapping[str, NDArray[Any]]:
         with self._lock:
             found = self._mapped.get(kept.key)
+            if found is not None:
+                self._mapped.move_to_end(kept.key)
         if found is None or found[0] is not kept:
             found = kept, map_tensors(kept.stored.tensors_path, kept.stored.dictionary, kept.stored.offsets)
             with self._lock:
