@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from asm_store.building.card import CARD_SCHEMA
 from asm_store.commands import app
 from asm_store.commands.calling import seconds_of
 from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError
@@ -73,6 +74,23 @@ def test_publish_list_promote_and_remove_tell_what_they_did(asm: Asm, make: Any)
     assert "no dictionary of the name rules" in asm("ls", "rules")
     with pytest.raises(NotFound):
         asm("rm", "rules")
+
+
+def test_a_version_in_a_store_is_shown_as_its_folder_is(asm: Asm, make: Any) -> None:
+    old, new = make(seed=1), make(seed=2)
+    for made in (old, new):
+        (made.folder / "card.json").write_text(json.dumps({"schema": CARD_SCHEMA, "source": f"words {made.version[:4]}"}))
+        asm("publish", str(made.folder))
+    assert asm("show", "rules") == asm("show", str(new.folder))
+    assert asm("show", f"rules@{old.version[:8]}") == asm("show", str(old.folder))
+    assert f"words {old.version[:4]}" in asm("show", f"rules@{old.version[:8]}")
+    document, of_folder = asm.json("show", "rules"), asm.json("show", str(new.folder))
+    assert of_folder.pop("prefix_kv_file_bytes") == 0
+    assert document == of_folder
+    with pytest.raises(NotFound, match="unknown"):
+        asm("show", "unknown")
+    with pytest.raises(NotFound, match="treadle asm build"):
+        asm("show", "./rules")
 
 
 def test_a_version_is_brought_out_and_the_folder_is_as_it_was(asm: Asm, make: Any, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import typer
 from asm_store.building.card import read_card
 from asm_store.commands.building import CORES, Chat, Threads, load_builder, model_at, working, wrap_for
 from asm_store.commands.calling import Json
-from asm_store.commands.show import Folder
 from asm_store.commands.terminal import print_json, print_table
 from treadle.contract.errors import InvalidArgument
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    folder: Folder,
+    folder: Annotated[Path, typer.Argument(help="Folder of a dictionary.", show_default=False)],
     questions: Annotated[Path, typer.Option(help='JSON lines {"prompt", "choices"?, "answer"?}.', show_default=False)],
     prefix: Annotated[
         list[Path] | None,

@@ -1,4 +1,4 @@
-"""`treadle asm show`: what a dictionary's folder holds, what it costs beside the prefix's KV, and how well it fits. Loads no torch."""
+"""`treadle asm show`: what a dictionary is, in a folder or a store, what it costs beside the prefix's KV, and how well it fits. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,51 @@ from typing import Annotated, Any
 
 import typer
 
-from asm_store.building.card import read_card, sizes
-from asm_store.commands.calling import Json
+from asm_store.building.card import CARD_SCHEMA, read_card, sizes
+from asm_store.commands.calling import DEFAULT_STORE, Json, KeyFile, Store, TlsClient, TlsRoots, store_at
 from asm_store.commands.terminal import VERSION_DIGITS, print_json, print_table, size_text
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.dictionary_file import PREFIX_KV_FILE, read_manifest
 
-Folder = Annotated[Path, typer.Argument(help="Folder of a dictionary.", show_default=False)]
+What = Annotated[
+    str,
+    typer.Argument(
+        metavar="FOLDER|NAME[@VERSION]",
+        help="Folder of a dictionary, or one that a store keeps: name, and version or its first 8 digits or more.",
+        show_default=False,
+    ),
+]
 
 
-def show(folder: Folder, as_json: Json = False) -> None:
+def show(
+    what: What,
+    store: Store = DEFAULT_STORE,
+    api_key_file: KeyFile = None,
+    tls_root_file: TlsRoots = None,
+    tls_client_file: TlsClient = None,
+    as_json: Json = False,
+) -> None:
     """Show what a dictionary was made of and with, its sizes, and what calibration says of its fit."""
-    dictionary, card = read_manifest(folder), read_card(folder)
-    if as_json:
+    folder = Path(what)
+    if folder.is_dir() or "/" in what:
+        dictionary, card = read_manifest(folder), read_card(folder)
         kept = folder / PREFIX_KV_FILE
-        manifest = dictionary.to_manifest()
-        document: dict[str, Any] = {"name": dictionary.name, "version": dictionary.version, "layers": list(dictionary.layers)}
-        document |= {"settings": manifest["settings"], "prefix": manifest["prefix"], "sizes": sizes(dictionary), "card": card}
-        print_json(document | {"prefix_kv_file_bytes": kept.stat().st_size if kept.is_file() else 0})
-        return
-    print_card(dictionary, card)
+        prefix_kv_bytes = kept.stat().st_size if kept.is_file() else 0
+    else:
+        with store_at(store, api_key_file, tls_root_file, tls_client_file) as asm:
+            stored = asm.find(what)
+        dictionary, prefix_kv_bytes = stored.dictionary, None
+        card = stored.card if stored.card.get("schema") == CARD_SCHEMA else {}
+    if as_json:
+        print_json(_document(dictionary, card) | ({} if prefix_kv_bytes is None else {"prefix_kv_file_bytes": prefix_kv_bytes}))
+    else:
+        print_card(dictionary, card)
+
+
+def _document(dictionary: Dictionary, card: Mapping[str, Any]) -> dict[str, Any]:
+    manifest = dictionary.to_manifest()
+    document: dict[str, Any] = {"name": dictionary.name, "version": dictionary.version, "layers": list(dictionary.layers)}
+    return document | {"settings": manifest["settings"], "prefix": manifest["prefix"], "sizes": sizes(dictionary), "card": card}
 
 
 def print_card(dictionary: Dictionary, card: Mapping[str, Any]) -> None:
