@@ -36,6 +36,7 @@ STRUCK, OTHER, GATEWAY = "worker-1", "worker-2", "gateway"
 PROCESSES = {POOL: POOL, WORKER: STRUCK, STORE: STORE}  # whom a blow to a target hits
 STOPPED_SECONDS, RUNNING_SECONDS = 0.2, 0.05  # of a slow process, in turns
 DECODE_FACTOR = 2
+BLOWS_MAX = 3  # of a cell, each with answers twice as long
 PIECES_BEFORE = 3  # a chat that has so many is being decoded
 SHORT_CHARACTERS = 200
 WELL_SECONDS = 60.0  # within which all must be well again after a cell
@@ -162,25 +163,33 @@ class Matrix:
 
     def _cells(self, cells: list[Cell]) -> None:
         for cell in cells:
-            self._until_well(self._serves_whole_answers, "whole answers from both workers")
-            if cell.target == STORE:
-                self._until_well(lambda: self._open_at_both(OPEN_PREFIX), "a prefix that both workers have open")
-            before, after = self._chats_before(cell), self._chats_after(cell)
-            for chat in before:
-                chat.start()
-            self._wait_for(cell.phase, before)
-            with self._struck(PROCESSES[cell.target], cell.fault):
-                for chat in after:
-                    chat.start()
-                for chat in (*before, *after):
-                    chat.join()
-            self.ended[cell] = [*before, *after]
+            for longer in range(1 if cell.target == STORE else BLOWS_MAX):  # a store's new prefix is new only once
+                self._until_well(self._serves_whole_answers, "whole answers from both workers")
+                if cell.target == STORE:
+                    self._until_well(lambda: self._open_at_both(OPEN_PREFIX), "a prefix that both workers have open")
+                self.ended[cell], under_way = self._blow(cell, self.plan.tokens << longer)
+                if under_way:
+                    break
             if cell.target == STORE:  # what could not be had is had now
                 self._until_well(lambda name=cell.new_prefix: self._open_at_both(name), "the prefix asked for")  # type: ignore[misc]
 
-    def _chats_before(self, cell: Cell) -> list[Chat]:
+    def _blow(self, cell: Cell, tokens: int) -> tuple[list[Chat], bool]:
+        """The chats of a cell, all over; and whether any was under way when it was struck: a blow that comes too late says nothing."""
+        before, after = self._chats_before(cell, tokens), self._chats_after(cell)
+        for chat in before:
+            chat.start()
+        self._wait_for(cell.phase, before)
+        with self._struck(PROCESSES[cell.target], cell.fault):
+            under_way = not all(chat.over for chat in before)
+            for chat in after:
+                chat.start()
+            for chat in (*before, *after):
+                chat.join()
+        return [*before, *after], under_way
+
+    def _chats_before(self, cell: Cell, tokens: int) -> list[Chat]:
         decode = cell.phase == "decode"
-        tokens = self.plan.tokens * (DECODE_FACTOR if decode else 1)
+        tokens *= DECODE_FACTOR if decode else 1
         asked = [{"prefix": OPEN_PREFIX} if cell.target == STORE and number // 2 % 2 else {} for number in range(self.plan.chats)]
         return [self._chat(tokens, stream=decode or bool(number % 2), treadle=each) for number, each in enumerate(asked)]
 
