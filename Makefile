@@ -106,20 +106,10 @@ bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes
 
 .PHONY: loadtest
 loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept, chats under load (about 20 minutes; trace only with TRACES=FOLDER)
-	$(BIN)/treadle loadtest swap
-	$(BIN)/treadle loadtest prefix-swap
-	$(BIN)/treadle loadtest chaos
-	$(BIN)/treadle loadtest deadlines
-	$(BIN)/treadle loadtest chat
-	$(BIN)/treadle loadtest cancel
-	$(BIN)/treadle loadtest rolling
-	$(BIN)/treadle loadtest overload
-ifneq ($(TRACES),)
-	$(BIN)/treadle loadtest trace --data $(TRACES)
-else
-	@echo "loadtest trace: not run; TRACES=FOLDER names FAST25-release/traces of github.com/kvcache-ai/Mooncake" >&2
-endif
-	$(BIN)/treadle loadtest faults
+	@missed=""; for scenario in swap prefix-swap chaos deadlines chat cancel rolling overload $(if $(TRACES),trace) faults; do \
+	  $(BIN)/treadle loadtest $$scenario $$(test $$scenario != trace || echo --data "$(TRACES)") || missed="$$missed $$scenario"; \
+	done; test -n "$(TRACES)" || echo "loadtest trace: not run; TRACES=FOLDER names FAST25-release/traces of github.com/kvcache-ai/Mooncake" >&2; \
+	test -z "$$missed" || { echo "goals missed, or failed:$$missed" >&2; exit 1; }
 
 .PHONY: up
 up: $(VENV)/installed $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV)/installed)  ## pool, worker and gateway on this machine, until Ctrl-C; ENGINE=vllm
