@@ -13,8 +13,9 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import uvicorn
 import uvloop
@@ -39,7 +40,7 @@ from inference_gateway.domain.ports import InThread
 from inference_gateway.domain.running import Running
 from inference_gateway.domain.serving import Serving
 from inference_gateway.domain.waiting_line import LineLimits
-from inference_gateway.head_timeout import HeadTimedProtocol
+from inference_gateway.read_timeout import ReadTimedProtocol
 from inference_gateway.request_head import HeadLimits
 from inference_gateway.request_parsing import Limits
 from inference_gateway.rpc_server import rpc_listening
@@ -229,7 +230,7 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(settings: Settings, parts: Parts) -> uvicorn.Config:
     return uvicorn.Config(
         build_app(parts),
-        http=HeadTimedProtocol,
+        http=cast("type[asyncio.Protocol]", partial(ReadTimedProtocol, on_unread=parts.figures.client_unread)),
         ws="none",
         lifespan="off",
         interface="asgi3",

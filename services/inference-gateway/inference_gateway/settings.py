@@ -105,7 +105,8 @@ class Settings(ServerSettings):
     keep_alive_seconds: float = 15.0
     """Time between comments in a stream; the first opens it, so that a long prefill does not look like a dead connection."""
     idle_seconds: float = 75.0
-    """How long a connection may take to send the head of a request, and how long it stays open without one; whole seconds."""
+    """How long a connection may take to send the head of a request, how long it stays open without one, and within what time its
+    client takes 16 KiB of an answer that waits for it; whole seconds."""
     encoder_threads: int = 2
     """Threads that render templates and tokenize."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -62,6 +63,22 @@ def wait_full(worker: Any) -> None:
     wait_until(held_back, "the buffers are full", 20)
 
 
+def unread(gateway: Any, sends: bytes) -> socket.socket:
+    """A connection that has asked, and reads nothing."""
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(10)
+    host, port = gateway.ready["listen"].split(":")
+    connection.connect((host, int(port)))
+    connection.sendall(sends)
+    return connection
+
+
+def streamed() -> bytes:
+    body = json.dumps(BODY | {"stream": True})
+    return f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
+
+
 def chat(request_id: str) -> pb.ChatRequest:
     return pb.ChatRequest(model=MODEL, request_id=request_id, messages=[pb.ChatMessage(role="user", content="hi")])
 
@@ -118,3 +135,36 @@ def test_a_cancelled_answer_that_nobody_reads_does_not_hold_the_place_of_its_key
             with pytest.raises(grpc.RpcError):
                 list(call)
             assert call.code() is grpc.StatusCode.CANCELLED
+
+
+LOOKS = b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 90
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the other side has ended it; nothing is read."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    return bool(poll.poll(0))
+
+
+@pytest.mark.parametrize("sends", [LOOKS, streamed()], ids=["looks", "stream"])
+def test_connections_whose_clients_do_not_read_are_ended(flooded: Any, sends: bytes) -> None:
+    gateway, _ = flooded("--idle-seconds", "1", "--request-timeout-seconds", "1")
+    silent = [unread(gateway, sends) for _ in range(3)]
+    try:
+        wait_until(lambda: all(map(is_ended, silent)), "they are ended", 30)
+        assert gateway.figure("treadle_gateway_unread_connections_total") == 3
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+def test_a_client_that_reads_slowly_keeps_its_connection(flooded: Any, worker: Any) -> None:
+    gateway, _ = flooded("--idle-seconds", "2")
+    with unread(gateway, streamed()) as connection:
+        end = time.monotonic() + 7  # three looks
+        while time.monotonic() < end:
+            assert connection.recv(65536)
+            time.sleep(0.1)
+        assert gateway.figure("treadle_gateway_unread_connections_total") == 0
+        assert in_progress(gateway) == 1

@@ -66,6 +66,9 @@ class PrometheusFigures:
         self._left = Counter(
             "treadle_gateway_client_disconnects", "Clients that left before their answer was complete", registry=registry
         )
+        self._unread = Counter(
+            "treadle_gateway_unread_connections", "Connections ended because their client did not read", registry=registry
+        )
         self._routed = Counter(
             "treadle_gateway_routed", "Requests given a worker, by why it was this one", ["by"], registry=registry
         )
@@ -140,6 +143,10 @@ class PrometheusFigures:
     def client_left(self) -> None:
         """Count a client that left."""
         self._left.inc()
+
+    def client_unread(self) -> None:
+        """Count a client that did not read."""
+        self._unread.inc()
 
     def routed(self, by: str, cached_tokens: int, possible_tokens: int) -> None:
         """Count a request's first choice of a worker."""

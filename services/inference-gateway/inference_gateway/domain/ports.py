@@ -145,6 +145,10 @@ class Figures(Protocol):
         """A client closed its connection before the answer was complete."""
         ...
 
+    def client_unread(self) -> None:
+        """A connection was ended because its client did not take what waited for it."""
+        ...
+
     def exposition(self) -> tuple[bytes, str]:
         """All figures in Prometheus's format, and its content type."""
         ...
