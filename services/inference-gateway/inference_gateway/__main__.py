@@ -141,6 +141,7 @@ def _parts(
         pools=pools,
         limits=_limits(settings),
         head=HeadLimits(settings.headers_max, settings.header_bytes_max),
+        looks_open=settings.looks_open,
         build_version=build_version(),
     )
 

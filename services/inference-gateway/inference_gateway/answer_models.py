@@ -285,11 +285,11 @@ class WorkerReadiness(TypedDict):
 
 
 class Readiness(TypedDict):
-    """Whether requests would be served now, and if not, why."""
+    """Whether requests would be served now, and if not, why. Beyond loopback `reason` and `workers` are for callers with a key."""
 
     ready: bool
     reason: NotRequired[str]
-    workers: list[WorkerReadiness]
+    workers: NotRequired[list[WorkerReadiness]]
 
 
 class Version(TypedDict):

@@ -27,7 +27,7 @@ from treadle.contract.trace import TRACEPARENT, TRACESTATE, parse_trace
 
 log = logging.getLogger("treadle.gateway.http")
 RECORD = "treadle.request"  # where the record stands in an ASGI scope
-GUARDED = "/v1/"  # what needs a key; the rest is for probes, scrapers and people who look for the door
+GUARDED = "/v1/"  # what needs a key; the rest is for probes and people who look for the door, and the routes hide what is not
 REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 _ROUTES = frozenset(

@@ -86,7 +86,7 @@ def _paths() -> _Json:
         "/health": {"get": _look("Whether the process lives", "Health", {})},
         "/ready": {"get": _ready()},
         "/version": {"get": _look("Versions", "Version", {})},
-        "/metrics": {"get": _text("Figures in Prometheus's format", "text/plain")},
+        "/metrics": {"get": _text("Figures in Prometheus's format", "text/plain") | {"security": key}},
         "/openapi.json": {"get": _text("This document", "application/json")},
     }
 

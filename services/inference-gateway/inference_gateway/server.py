@@ -40,7 +40,7 @@ from inference_gateway.replies import error_object, error_reply, json_reply
 from inference_gateway.request_head import HeadLimits
 from inference_gateway.status_answer import FabricStatus, pools_status, workers_status
 from treadle.contract import PROTO_VERSION
-from treadle.contract.errors import TreadleError, Unavailable
+from treadle.contract.errors import AccessDenied, TreadleError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ class Parts:
     pools: Sequence[PoolWatch]
     limits: DoorLimits
     head: HeadLimits
+    looks_open: bool  # /metrics, and the workers in /ready, need no key
     build_version: str
 
     def not_ready_because(self) -> str | None:
@@ -153,11 +154,13 @@ class Looks:
         return json_reply(alive)
 
     async def ready(self, request: Request) -> Response:
-        """GET /ready: 200 if a request would be served now, else 503 with the reason."""
+        """GET /ready: 200 if a request would be served now, else 503; with the reason and the workers for who may see them."""
         reason = self._parts.not_ready_because()
-        answer: Readiness = {"ready": reason is None, "workers": [_readiness(member) for member in self._parts.fleet.members]}
-        if reason is not None:
-            answer["reason"] = reason
+        answer: Readiness = {"ready": reason is None}
+        if self._may_look(request):
+            answer["workers"] = [_readiness(member) for member in self._parts.fleet.members]
+            if reason is not None:
+                answer["reason"] = reason
         return json_reply(answer, 200 if reason is None else 503, {} if reason is None else {"retry-after": "1"})
 
     async def version(self, request: Request) -> Response:
@@ -166,13 +169,25 @@ class Looks:
         return json_reply(version)
 
     async def metrics(self, request: Request) -> Response:
-        """GET /metrics, in Prometheus's format."""
+        """GET /metrics, in Prometheus's format. Raises AccessDenied."""
+        if not self._parts.looks_open:
+            self._check_key(request)
         text, content_type = self._parts.figures.exposition()
         return Response(text, headers={"content-type": content_type})
 
     async def openapi(self, request: Request) -> Response:
         """GET /openapi.json."""
         return json_reply(self._openapi)
+
+    def _may_look(self, request: Request) -> bool:
+        try:
+            self._check_key(request)
+        except AccessDenied:
+            return self._parts.looks_open
+        return True
+
+    def _check_key(self, request: Request) -> None:
+        self._parts.keys.caller_of(request.headers.get("authorization"))
 
     def _served(self) -> list[ServedModel]:
         models = self._parts.fleet.models()

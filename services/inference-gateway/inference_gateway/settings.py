@@ -24,6 +24,8 @@ class Settings(ServerSettings):
     """Address of the HTTP server, host:port; port 0 takes a free one. Beyond loopback an api_key_file is needed."""
     metrics_listen: str = METRICS_ON_LISTEN
     """Leave as it is: /metrics is served on `listen`."""
+    metrics_public: bool = False
+    """Beyond loopback: show /metrics, and the workers in /ready, to callers without a key."""
     grpc_listen: str = ""
     """Address of GatewayService (gRPC), host:port; 7405 is its usual port, 0 takes a free one; none: it is not served."""
     calls_max: int = 256
@@ -149,6 +151,11 @@ class Settings(ServerSettings):
         for name in ("drain_grace_seconds", "hedge_seconds", "queue_max", "queue_headroom"):
             if not 0 <= getattr(self, name) < 1e9:
                 raise WrongSetting(f"{name}: 0 or more and below 1e9, got {getattr(self, name)}")
+
+    @property
+    def looks_open(self) -> bool:
+        """Whether whoever reaches the gateway may see the names of workers and tenants."""
+        return self.metrics_public or is_loopback(split_address(self.listen)[0])
 
     @property
     def workers(self) -> dict[str, str]:

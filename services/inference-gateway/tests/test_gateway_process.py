@@ -195,7 +195,32 @@ def test_a_guarded_gateway_opens_to_its_keys_alone(guarded: Any, worker: Any) ->
     assert len(set(salts)) == 2  # one tenant's cached prefixes are not another's
     assert worker.keys == ["Bearer worker-secret"] * 2
     guarded.http.headers.pop("authorization")
-    assert all(guarded.http.get(path).status_code == 200 for path in ("/health", "/ready", "/version", "/metrics", "/openapi.json"))
+    assert all(guarded.http.get(path).status_code == 200 for path in ("/health", "/ready", "/version", "/openapi.json"))
+
+
+def test_beyond_loopback_names_of_workers_and_tenants_are_for_keys(guarded: Any, session_worker: Any) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        assert guarded.http.get("/ready", headers=headers).json() == {"ready": True}  # for whoever balances
+        refused = guarded.http.get("/metrics", headers=headers)
+        assert refused.status_code == 401
+        assert session_worker.address not in refused.text
+    shown = {"authorization": "Bearer first-key"}
+    assert guarded.http.get("/ready", headers=shown).json()["workers"][0]["name"] == session_worker.address
+    assert session_worker.address in guarded.http.get("/metrics", headers=shown).text
+
+
+def test_beyond_loopback_the_reason_why_a_gateway_is_not_ready_is_for_keys(start_gateway: Any, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first-key\n")
+    (tmp_path / "keys").chmod(0o600)
+    flags = ("--worker", "127.0.0.1:1", "--listen", "0.0.0.0:0", "--api-key-file", str(tmp_path / "keys"))
+    gateway, public = start_gateway(*flags), start_gateway(*flags, "--metrics-public", "true")
+    for each in (gateway, public):
+        each.http.base_url = f"http://127.0.0.1:{each.ready['listen'].split(':')[1]}"
+    looked = gateway.http.get("/ready")
+    assert (looked.status_code, looked.json()) == (503, {"ready": False})
+    assert gateway.http.get("/ready", headers={"authorization": "Bearer first-key"}).json()["reason"]
+    assert public.http.get("/ready").json()["workers"][0]["name"] == "127.0.0.1:1"
+    assert public.http.get("/metrics").status_code == 200
 
 
 def test_logs_hold_no_key_and_no_text(guarded: Any, worker: Any, scripts: Any) -> None:

@@ -54,7 +54,8 @@ def test_every_route_that_asks_for_a_key_says_so(
     keys = tmp_path / "keys"
     keys.write_text("secret-key\n")
     keys.chmod(0o600)
-    guarded = start_gateway("--worker", session_worker.address, "--api-key-file", str(keys))
+    guarded = start_gateway("--worker", session_worker.address, "--listen", "0.0.0.0:0", "--api-key-file", str(keys))
+    guarded.http.base_url = f"http://127.0.0.1:{guarded.ready['listen'].split(':')[1]}"
     for path, verb, operation in operations(document):
         asks = guarded.http.request(verb, path).status_code == 401
         assert asks == described_as_an_error(operation, 401) == ("security" in operation), path
