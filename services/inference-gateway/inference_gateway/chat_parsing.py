@@ -5,7 +5,6 @@ Owns what a turn may hold. Whether the model's template knows tools at all is th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from pydantic import BaseModel
 from inference_gateway import http_models
 from inference_gateway.domain.errors import RequestRefused
 from inference_gateway.domain.generation import ChatPrompt, Message
+from inference_gateway.domain.json_texts import read_json
 
 MESSAGE_CONTENT_JOINT = "\n"  # between the text parts of one message, as vLLM joins them
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {"function_call": (None,), "audio": (None,)}
@@ -63,11 +63,13 @@ def _message(index: int, message: http_models.ChatMessage) -> Message:
 def _call(place: str, call: http_models.ToolCall) -> dict[str, Any]:
     """A call as templates see it: they write the arguments as JSON themselves."""
     try:
-        arguments = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
+        arguments = read_json(call.function.arguments)
+    except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
         param = f"{place}.function.arguments"
-        raise RequestRefused(f"'{param}': a JSON object as text expected", param=param, code="invalid_value")
+        raise RequestRefused(
+            f"'{param}': a JSON object as text expected, without unpaired surrogates", param=param, code="invalid_value"
+        )
     named = {"id": call.id} if call.id is not None else {}
     return {**named, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

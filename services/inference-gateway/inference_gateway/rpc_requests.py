@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference_gateway.domain.errors import RequestRefused
+from inference_gateway.domain.json_texts import read_json
 from treadle.inference.v1 import gateway_pb2 as pb
 from treadle.inference.v1 import worker_pb2
 
@@ -67,10 +68,12 @@ def _tool(index: int, tool: pb.ChatTool) -> dict[str, Any]:
         function["description"] = tool.description
     if tool.parameters_json:
         try:
-            function["parameters"] = json.loads(tool.parameters_json)
-        except (ValueError, RecursionError) as error:
+            function["parameters"] = read_json(tool.parameters_json)
+        except ValueError as error:
             place = f"tools[{index}].parameters_json"
-            raise RequestRefused(f"'{place}': JSON as text expected", param=place, code="invalid_value") from error
+            raise RequestRefused(
+                f"'{place}': JSON as text expected, without unpaired surrogates", param=place, code="invalid_value"
+            ) from error
     return {"type": "function", "function": function}
 
 

@@ -23,6 +23,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+HALF_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
 WRONG_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "[]"}}
 CHAT_REFUSALS = [
     ("temperature", {"temperature": "0.5"}),
@@ -87,6 +88,10 @@ CHAT_REFUSALS = [
     ("logit_bias", {"logit_bias": {"five": 1}}),
     ("logit_bias", {"logit_bias": {"-1": 1}}),
     ("logit_bias", {"logit_bias": {str(2**32): 1}}),
+    (
+        "messages[1].tool_calls[0].function.arguments",
+        {"messages": [*HI, {"role": "assistant", "tool_calls": [HALF_CALL]}]},
+    ),
     ("logit_bias", {"logit_bias": {str(token): 1 for token in range(1025)}}),
     ("frequency_penalty", {"frequency_penalty": 2.5}),
     ("presence_penalty", {"presence_penalty": -3}),

@@ -112,6 +112,11 @@ def test_vectors_models_and_status_are_those_of_http(both: tuple[Any, Gateway]) 
         (chat(prefix="nobody"), InvalidArgument, "treadle.prefix"),
         (pb.ChatRequest(model=MODEL, messages=HI, request_id="a b"), InvalidArgument, "'request_id'"),
         (pb.ChatRequest(model=MODEL, messages=HI, tools=[pb.ChatTool(name="f", parameters_json="{")]), InvalidArgument, "tools"),
+        (
+            pb.ChatRequest(model=MODEL, messages=HI, tools=[pb.ChatTool(name="f", parameters_json=r'{"a": "\ud800"}')]),
+            InvalidArgument,
+            "parameters_json",
+        ),
         (pb.ChatRequest(model=MODEL, messages=HI, tools=[pb.ChatTool(name="f")]), InvalidArgument, "'tools'"),
     ],
 )

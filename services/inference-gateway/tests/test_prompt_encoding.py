@@ -166,3 +166,13 @@ def test_other_threads_run_while_a_long_text_is_tokenized(model_dir: Path) -> No
     done.set()
     thread.join(10)
     assert max(gaps) < max(0.5 * seconds, 0.05)
+
+
+def test_calls_that_are_too_deep_for_the_template_are_refused() -> None:
+    arguments: dict[str, object] = {}
+    for _ in range(5000):
+        arguments = {"a": arguments}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    template = ChatTemplate("{{ (messages[0].tool_calls | tojson) if not tools }}", {})
+    with pytest.raises(RequestRefused, match="recursion"):
+        template.render(ChatPrompt((Message("assistant", "", None, (call,)),)))

@@ -142,6 +142,8 @@ def pieces(reader: CallReader, text: str, size: int, *, stopped: bool = True) ->
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         "<tool_call>[1]</tool_call>",
+        r'<tool_call>{"name": "weather", "arguments": {"city": "\ud800"}}</tool_call>',
+        r'<tool_call>{"name": "\ud800"}</tool_call>',
         "ends with space \n",
         "<tool_call",
     ],

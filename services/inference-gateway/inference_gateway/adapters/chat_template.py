@@ -46,7 +46,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=turns, tools=list(prompt.tools) or None, documents=None, add_generation_prompt=True, **self._special_tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             # A template is a program of the model's author that gets strangers' data: what it stumbles on is the data.
             raise RequestRefused(f"the model's chat template does not take these messages: {error}", param="messages") from error
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from inference_gateway.domain.generation import FinishReason
+from inference_gateway.domain.json_texts import read_json
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 
@@ -82,11 +83,11 @@ class CallReader:
 
     def _read(self, text: str, *, closed: bool) -> str | ToolCall:
         try:
-            made = json.loads(text)
+            made = read_json(text)
             name, arguments = made["name"], made.get("arguments", {})
             if not isinstance(name, str) or not isinstance(arguments, dict | str):
                 raise TypeError
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             return f"{CALL_OPENS}{text}{CALL_CLOSES if closed else ''}"
         self.calls += 1
         return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
