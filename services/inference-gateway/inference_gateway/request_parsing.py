@@ -28,6 +28,7 @@ from inference_gateway.domain.tool_calls import CALL_CLOSES
 from treadle.contract.errors import InvalidArgument
 
 Model = TypeVar("Model", bound=BaseModel)
+TOKEN_ID_DIGITS = len(str(http_models.TOKEN_ID_MAX))
 COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's, for /v1/completions only
 
 # Known fields that are not supported, with the values that ask for nothing.
@@ -197,7 +198,7 @@ def _sampling(
 
 def _logit_bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
     for key in bias:
-        if not (key.isascii() and key.isdecimal() and int(key) <= http_models.TOKEN_ID_MAX):
+        if not (key.isascii() and key.isdecimal() and len(key) <= TOKEN_ID_DIGITS and int(key) <= http_models.TOKEN_ID_MAX):
             raise RequestRefused(f"'logit_bias': {key[:64]!r} is no token id", param="logit_bias", code="invalid_value")
     return tuple((int(key), value) for key, value in bias.items())
 

@@ -88,6 +88,7 @@ CHAT_REFUSALS = [
     ("logit_bias", {"logit_bias": {"five": 1}}),
     ("logit_bias", {"logit_bias": {"-1": 1}}),
     ("logit_bias", {"logit_bias": {str(2**32): 1}}),
+    ("logit_bias", {"logit_bias": {"1" * 5000: 1}}),
     (
         "messages[1].tool_calls[0].function.arguments",
         {"messages": [*HI, {"role": "assistant", "tool_calls": [HALF_CALL]}]},
