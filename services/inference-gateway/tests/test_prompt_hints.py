@@ -85,6 +85,21 @@ def test_the_whole_prompt_is_told_with_the_memory_that_the_request_gets(
     assert set(pool.keys) == {"Bearer of the gateway"}
 
 
+def test_a_prompt_is_told_once_however_many_answers_it_gets(
+    worker: Any, start_gateway: Callable[..., Any], pool: ScriptedPool
+) -> None:
+    gateway = started(start_gateway, worker, "--engram-pool", pool.address)
+    several = {"model": "tiny-chat", "prompt": ["one", "two"], "n": 4}
+    assert gateway.http.post("/v1/completions", json=several).status_code == 200
+    assert gateway.chat("three").status_code == 200
+    wait_until(
+        lambda: len(pool.hints) >= 3 and pool.hints[-1].token_ids == worker.requests[-1].prompt_token_ids, "the last is told"
+    )
+    assert [bytes(hint.token_ids) for hint in pool.hints[:-1]] == [
+        bytes(worker.requests[place].prompt_token_ids) for place in (0, 4)
+    ]
+
+
 @pytest.mark.parametrize("how", ["frozen", "gone"])
 def test_a_request_neither_waits_for_a_pool_nor_fails_with_it(
     worker: Any, start_gateway: Callable[..., Any], pool: ScriptedPool, how: str

@@ -66,13 +66,15 @@ class Generating:
         )  # fmt: skip
         return Plan(model, wish.model, chosen, generation)
 
-    async def pieces(self, plan: Plan, deadline: Deadline, let_in: Callable[[], None] | None = None) -> AsyncGenerator[Piece, None]:
+    async def pieces(
+        self, plan: Plan, deadline: Deadline, let_in: Callable[[], None] | None = None, *, tells: bool = True
+    ) -> AsyncGenerator[Piece, None]:
         """Pieces of the answer as the worker makes them. Closing the generator stops the worker. let_in: see Dispatch.
 
-        Pools are told of the prompt first: only now it is certain that its key may ask, and it still may wait in line.
+        tells: False for another choice of the same prompt. Pools are told of the prompt first: only now it is certain that its key may ask, and it still may wait in line.
         Raises what the worker raises: InvalidArgument, ResourceExhausted, DeadlineExceeded, Unavailable …
         """
-        if (memory := looked_up(plan.chosen.memory, plan.model.memories)) is not None:
+        if tells and (memory := looked_up(plan.chosen.memory, plan.model.memories)) is not None:
             self._hints.tell(*memory, plan.generation.prompt_token_ids)
         try:
             async with aclosing(self._dispatch.pieces(plan.generation, deadline, let_in)) as pieces:

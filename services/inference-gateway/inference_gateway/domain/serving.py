@@ -55,7 +55,8 @@ class Serving:
         for place in range(len(let_in)):
             plan, counts = plans[place // choices], place % choices == 0
             prompt_tokens.append(len(plan.generation.prompt_token_ids) if counts else 0)
-            pieces = self._generating.pieces(_choice(plan, place, choices, len(plans)), lifetime.deadline, let_in[place].set)
+            choice = _choice(plan, place, choices, len(plans))
+            pieces = self._generating.pieces(choice, lifetime.deadline, let_in[place].set, tells=counts)
             if place:  # one of them stands in line at a time: nobody else waits for all of them
                 pieces = once(let_in[place - 1], pieces)
             part = tallied(
