@@ -132,7 +132,7 @@ def _parts(
     return Parts(
         fleet=fleet,
         serving=Serving(Generating(fleet, in_thread, dispatch, hints), figures),
-        embedding=Embedding(fleet, in_thread, figures, settings.worker_first_piece_seconds_max),
+        embedding=Embedding(fleet, in_thread, figures, settings.worker_first_piece_seconds_max, settings.attempts_max),
         admission=admission,
         dispatch=dispatch,
         running=Running(),

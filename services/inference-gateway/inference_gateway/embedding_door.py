@@ -20,6 +20,7 @@ from inference_gateway.domain.tally import prompt_charged
 from inference_gateway.frame import record_of
 from inference_gateway.replies import json_reply
 from inference_gateway.request_body import departure_ends, read_body
+from inference_gateway.request_headers import priority_of, timeout_of
 from inference_gateway.request_parsing import EmbeddingOrder, parse_embedding
 from inference_gateway.span_attributes import tell_asked, tell_used
 
@@ -36,9 +37,11 @@ class EmbeddingDoor:
         record, limits = record_of(scope), self._limits
         try:
             async with self._admission.admit(limits.request_timeout_seconds) as lifetime:
-                body = await read_body(
-                    receive, Headers(scope=scope), bytes_max=limits.body_bytes_max, seconds_max=limits.body_seconds_max
-                )
+                headers = Headers(scope=scope)
+                timeout_seconds, _ = timeout_of(headers), priority_of(headers)  # vectors wait in no line; a wrong class is refused
+                body = await read_body(receive, headers, bytes_max=limits.body_bytes_max, seconds_max=limits.body_seconds_max)
+                if timeout_seconds is not None:
+                    lifetime.shorten(timeout_seconds)
                 order = parse_embedding(body, limits.parsing)
                 for name in order.ignored:
                     self._figures.field_ignored(name)

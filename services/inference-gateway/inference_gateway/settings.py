@@ -77,7 +77,7 @@ class Settings(ServerSettings):
     worker_idle_seconds_max: float = 30.0
     """Longest silence of a worker in the middle of its answer; then it ends with an error."""
     attempts_max: int = 3
-    """Most workers asked for one generation, one after the other, while nothing has been answered."""
+    """Most workers asked for one generation, or for vectors, one after the other, while nothing has been answered."""
     hedge_seconds: float = 0.0
     """Without a first piece for so long a second worker is asked beside the first, for 5 % of the requests at most; 0: never."""
     queue_wait_seconds_max: float = 1.0

@@ -95,6 +95,35 @@ def test_a_lone_worker_that_stands_still_is_told_of_and_left_alone(standing_stil
     assert gateway.figure("treadle_gateway_breaker_state", worker=standing_still.address) > 0
 
 
+@pytest.mark.parametrize("header", [("x-request-timeout", "soon"), ("x-treadle-priority", "first")])
+def test_a_header_that_says_what_cannot_be_is_refused_by_its_name(gateway: Any, header: tuple[str, str]) -> None:
+    answer = gateway.http.post("/v1/embeddings", json={"model": MODEL, "input": "a"}, headers=[header])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, header[0])
+
+
+def test_the_header_says_how_long_vectors_may_take(standing_still: Any, start_gateway: Callable[..., Any]) -> None:
+    gateway = start_gateway("--worker", standing_still.address)
+    gateway.wait_ready()
+    headers = {"x-request-timeout": "0.3"}
+    answer = gateway.http.post("/v1/embeddings", json={"model": MODEL, "input": "abc"}, headers=headers)
+    assert answer.status_code == 504, answer.text
+    assert "0.3 seconds" in answer.json()["error"]["message"]
+
+
+def test_no_more_workers_are_asked_for_vectors_than_may_be(
+    worker: Any, standing_still: Any, start_gateway: Callable[..., Any]
+) -> None:
+    gateway = start_gateway(
+        "--worker", f"{standing_still.address},{worker.address}", "--worker-first-piece-seconds-max", "0.5", "--attempts-max", "1",
+    )  # fmt: skip
+    end = time.monotonic() + 10
+    while gateway.log.count("worker ready") < 2:
+        assert time.monotonic() < end, f"both workers are ready; log: {gateway.log}"
+        time.sleep(0.01)
+    statuses = [gateway.http.post("/v1/embeddings", json={"model": MODEL, "input": "abc"}).status_code for _ in range(2)]
+    assert sorted(statuses) == [200, 504]  # whoever was not asked for longest comes first
+
+
 def test_an_engine_that_makes_none_is_named(other_worker: Any, start_gateway: Callable[..., Any]) -> None:
     other_worker.status["embedding_dim"] = 0
     other_worker.start()

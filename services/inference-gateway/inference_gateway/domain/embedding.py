@@ -19,8 +19,6 @@ from inference_gateway.domain.served_model import ServedModel
 from treadle.contract import Deadline
 from treadle.contract.errors import TreadleError, Unavailable
 
-ATTEMPTS_MAX = 3  # workers asked for one request
-
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
@@ -47,10 +45,12 @@ class EmbeddingPlan:
 class Embedding:
     """Serves requests for vectors with the workers of a fleet."""
 
-    def __init__(self, fleet: Fleet, in_thread: InThread, figures: Figures, silence_seconds_max: float) -> None:
-        """silence_seconds_max: longest wait for a worker's vectors, which come all at once."""
+    def __init__(
+        self, fleet: Fleet, in_thread: InThread, figures: Figures, silence_seconds_max: float, attempts_max: int = 3
+    ) -> None:
+        """silence_seconds_max: longest wait for a worker's vectors, which come all at once. attempts_max: workers asked for one request."""
         self._fleet, self._in_thread, self._figures = fleet, in_thread, figures
-        self._silence_seconds_max = silence_seconds_max
+        self._silence_seconds_max, self._attempts_max = silence_seconds_max, attempts_max
 
     async def plan(self, asked: str, inputs: Sequence[TextPrompt | TokenPrompt], dimensions: int | None) -> EmbeddingPlan:
         """Check and encode. Raises ModelNotFound, RequestRefused (naming the field), Unavailable (no worker)."""
@@ -76,7 +76,7 @@ class Embedding:
         """The vectors. Raises what workers raise, and Unavailable where none is there any more."""
         tried: list[Member] = []
         failure: TreadleError | None = None
-        while len(tried) < ATTEMPTS_MAX:
+        while len(tried) < self._attempts_max:
             deadline.check(before="the vectors are made")
             member = next((each for each in self._able(plan.model.name) if each not in tried), None)
             if member is None:
