@@ -109,11 +109,11 @@ def _cancel() -> _Json:
     told = "It is told to end: its answer is what there is of it, with the finish reason `abort`."
     request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
     return {
-        "summary": "End a request of the same key, by its X-Request-Id or the id of its answer",
+        "summary": "End a request of the same tenant, by its X-Request-Id or the id of its answer",
         "parameters": [request_id],
         "responses": {
             "200": {"description": told, "content": _content("Cancelled")},
-            **_errors({"404": "No such request of this key is in progress."}),
+            **_errors({"404": "No such request of this tenant is in progress."}),
         },
     }
 

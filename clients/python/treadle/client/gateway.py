@@ -43,7 +43,7 @@ class Gateway:
         return list(self._endpoint.call(self._stub.ListModels, pb.ListModelsRequest()).models)
 
     def cancel(self, request_id: str) -> None:
-        """End a request of the same key. Raises NotFound where none of that name is in progress."""
+        """End a request of the same tenant. Raises NotFound where none of that name is in progress."""
         self._endpoint.call(self._stub.Cancel, pb.CancelRequest(request_id=request_id))
 
     def status(self, timeout_seconds: float | None = None) -> pb.GatewayServiceStatusResponse:
