@@ -109,6 +109,8 @@ async def test_a_worker_that_asks_without_end_and_does_not_read_is_left(monkeypa
         (h2.frame(h2.HEADERS, 0, 1) + 64 * h2.frame(h2.CONTINUATION, 0, 1), "too many headers"),
         (h2.frame(h2.PUSH_PROMISE, h2.END_HEADERS, 1, h2.number(2)), "a promise, which was forbidden"),
         (h2.frame(h2.PING, 0, 0, bytes(7)), "a ping of 7 bytes"),
+        (h2.frame(h2.WINDOW_UPDATE, 0, 0, h2.number(0)), "a window that grows by 0"),
+        (h2.frame(h2.WINDOW_UPDATE, 0, 1, h2.number(1 << 31)), "a window that grows by 0"),  # the first bit is reserved
         (h2.frame(h2.SETTINGS, 0, 0, h2.settings({h2.FRAME_MAX: 0})), "setting 5 is 0"),
         (h2.frame(h2.SETTINGS, 0, 0, h2.settings({h2.FRAME_MAX: 1 << 24})), "setting 5 is 16777216"),
         (h2.frame(h2.SETTINGS, 0, 0, h2.settings({h2.INITIAL_WINDOW: 1 << 31})), "setting 4 is 2147483648"),
@@ -118,6 +120,22 @@ async def test_what_breaks_the_protocol_ends_the_connection(said: bytes, why: st
     async with saying(GREETING + said) as address, calling(address) as calls:
         _, error = await heard(calls)
         assert error[:2] == (grpc.StatusCode.UNAVAILABLE, f"what came is no HTTP/2: {why}")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        h2.frame(h2.WINDOW_UPDATE, 0, 0, h2.number(h2.ID_MASK)),
+        h2.frame(h2.WINDOW_UPDATE, 0, 1, h2.number(h2.ID_MASK)),
+        h2.frame(h2.WINDOW_UPDATE, 0, 1, h2.number(1 << 30))
+        + h2.frame(h2.SETTINGS, 0, 0, h2.settings({h2.INITIAL_WINDOW: h2.ID_MASK})),
+    ],
+)
+async def test_a_worker_that_makes_a_window_too_large_is_left(said: bytes) -> None:
+    async with saying(GREETING + said) as address, calling(address) as calls:
+        _, error = await heard(calls)
+        assert error[0] is grpc.StatusCode.UNAVAILABLE
+        assert error[1].startswith("what came is no HTTP/2: a window of ")
 
 
 async def test_a_worker_that_sends_more_than_the_window_of_a_call_is_left() -> None:

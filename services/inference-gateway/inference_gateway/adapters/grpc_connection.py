@@ -178,7 +178,7 @@ class GrpcConnection(asyncio.Protocol):
                 self._frame_bytes = value
             elif name == h2.INITIAL_WINDOW:
                 for call in self._calls.values():
-                    call.send_window += value - self._call_window
+                    call.send_window = h2.checked_window(call.send_window + value - self._call_window)
                 self._call_window = value
         self.greeted.set()
         self._answer(h2.frame(h2.SETTINGS, h2.ACK, 0))
@@ -199,11 +199,11 @@ class GrpcConnection(asyncio.Protocol):
         self._leave()
 
     def _window_update(self, flags: int, number: int, payload: bytes) -> None:
-        more = int.from_bytes(payload, "big") & h2.ID_MASK
+        more = h2.read_increment(payload)
         if not number:
-            self._send_window += more
+            self._send_window = h2.checked_window(self._send_window + more)
         elif (call := self._calls.get(number)) is not None:
-            call.send_window += more
+            call.send_window = h2.checked_window(call.send_window + more)
         self._send_more()
 
     # -- what goes out ------------------------------------------------------------------------------------------------------------

@@ -46,6 +46,21 @@ def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     return struct.iter_unpack(">HI", payload)
 
 
+def read_increment(payload: bytes) -> int:
+    """By how much a window grows. Raises struct.error for another length, ValueError for 0 (RFC 9113, 6.9)."""
+    more: int = struct.unpack(">I", payload)[0] & ID_MASK
+    if not more:
+        raise ValueError("a window that grows by 0")
+    return more
+
+
+def checked_window(window: int) -> int:
+    """The same. Raises ValueError for one that is larger than windows may be (RFC 9113, 6.9.1)."""
+    if window > ID_MASK:
+        raise ValueError(f"a window of {window} bytes")
+    return window
+
+
 def without_padding(flags: int, payload: bytes) -> bytes:
     """What a payload carries, without padding and the priority that nobody heeds. Raises ValueError for more padding than payload."""
     begin, end = 0, len(payload)
