@@ -9,7 +9,7 @@ from torch import Tensor
 
 from treadle.contract.errors import InvalidArgument
 from treadle.nn import frozen
-from treadle.nn.frozen import FrozenLM
+from treadle.nn.frozen import FrozenLM, training_dtype
 from treadle.nn.model import CausalLM
 
 BLOCKS, LENGTH = 2, 24
@@ -100,6 +100,17 @@ def test_blocks_do_not_see_each_other(make_tiny: Callable[[str], Path]) -> None:
 def test_a_model_with_norms_on_queries_is_refused(make_tiny: Callable[[str], Path]) -> None:
     with pytest.raises(InvalidArgument, match="Qwen3"):
         FrozenLM.load(make_tiny("qwen3"))
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_without_a_dtype_it_computes_in_the_narrowest_that_is_not_emulated(
+    make_tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, native: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native)
+    assert training_dtype(torch.device("cpu")) == dtype
+    assert training_dtype(torch.device("cuda")) == torch.bfloat16
+    monkeypatch.undo()
+    assert FrozenLM.load(make_tiny("llama")).dtype == training_dtype(torch.device("cpu"))
 
 
 def test_rows_that_are_no_whole_blocks_are_refused(make_tiny: Callable[[str], Path]) -> None:

@@ -58,6 +58,14 @@ class _Kept:
     up: Tensor
 
 
+def training_dtype(device: torch.device) -> torch.dtype:
+    """bf16 where the device multiplies it; fp32 on a CPU that would emulate it (one without AVX-512 takes six times as long)."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    native = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # type: ignore[no-untyped-call]
+    return torch.bfloat16 if native else torch.float32
+
+
 class FrozenLM:
     """A frozen Llama or Qwen2 model over blocks of equal length, on one device. On a CPU
     weights take twice their plain size: each product is packed for both directions.
@@ -73,12 +81,12 @@ class FrozenLM:
         self._head: Linear | None = None
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype = torch.bfloat16, device: torch.device = CPU) -> FrozenLM:
-        """Load a Hugging Face folder. Raises as CausalLM.load, and InvalidArgument for Qwen3."""
+    def load(cls, path: Path, dtype: torch.dtype | None = None, device: torch.device = CPU) -> FrozenLM:
+        """Load a Hugging Face folder. dtype: None: `training_dtype`. Raises as CausalLM.load, and InvalidArgument for Qwen3."""
         config = ModelConfig.from_folder(path)
         if config.qk_norm:
             raise InvalidArgument(f"{path}: models with norms on queries and keys (Qwen3) cannot be trained beside yet")
-        with opened(path, dtype, device) as checkpoint:
+        with opened(path, dtype or training_dtype(device), device) as checkpoint:
             table = checkpoint.tensor("model.embed_tokens.weight", config.vocab, config.hidden)
             head = table if config.tied else checkpoint.tensor("lm_head.weight", config.vocab, config.hidden)
             layers = [_layer(checkpoint, config, f"model.layers.{index}.") for index in range(config.layers)]

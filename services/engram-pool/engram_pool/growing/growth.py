@@ -215,8 +215,8 @@ class Growth:
             "perplexity": perplexity, "seed": order.recipe.seed,
             "rows_learnt": {str(layer): int(part.rows.any(1).sum()) for layer, part in self._memory.layers.items()},
             "made_with": {
-                "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(), "dtype": "bfloat16",
-                "device": str(self.model.device),
+                "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine(),
+                "dtype": str(self.model.dtype).removeprefix("torch."), "device": str(self.model.device),
             },
         }  # fmt: skip
 
