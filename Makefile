@@ -19,6 +19,7 @@ ROOMS := libs/contract protos libs/kernels libs/dataplane libs/nn libs/chassis l
 VLLM_ROOMS := $(filter-out libs/cuda services/inference-gateway benchmarks loadtests,$(ROOMS)) clients/vllm
 NATIVE := $(wildcard benchmarks/setup.py benchmarks/src/*.cpp libs/kernels/src/*.cpp libs/kernels/include/treadle/*/*.hpp libs/dataplane/src/*.cpp libs/dataplane/src/*.hpp)
 TOOLS := ruff mypy types-grpcio types-protobuf types-PyYAML import-linter pytest pytest-asyncio pytest-timeout hypothesis schemathesis httpx opentelemetry-sdk opentelemetry-exporter-otlp-proto-http grpcio-tools mypy-protobuf buf-bin
+LOADTESTS := swap prefix-swap chaos deadlines chat cancel rolling overload trace faults
 PROTOS := $(shell cd protos && find treadle -name '*.proto' | sort)
 
 .PHONY: help
@@ -106,7 +107,7 @@ bench: $(VENV)/installed  ## all figures of docs/benchmarks.md (about 20 minutes
 
 .PHONY: loadtest
 loadtest: $(VENV)/installed  ## versions swapped, processes killed, deadlines kept, chats under load (about 20 minutes; trace only with TRACES=FOLDER)
-	@missed=""; for scenario in swap prefix-swap chaos deadlines chat cancel rolling overload $(if $(TRACES),trace) faults; do \
+	@missed=""; for scenario in $(filter-out $(if $(TRACES),,trace),$(LOADTESTS)); do \
 	  $(BIN)/treadle loadtest $$scenario $$(test $$scenario != trace || echo --data "$(TRACES)") || missed="$$missed $$scenario"; \
 	done; test -n "$(TRACES)" || echo "loadtest trace: not run; TRACES=FOLDER names FAST25-release/traces of github.com/kvcache-ai/Mooncake" >&2; \
 	test -z "$$missed" || { echo "goals missed, or failed:$$missed" >&2; exit 1; }
