@@ -169,9 +169,10 @@ def _memories() -> dict[str, str]:
     offered = os.environ.get("FAKE_MEMORIES", ",".join(VERSIONS)).split(",")
     if Gateway.worker:
         from treadle.client import Fabric
+        from treadle.client.errors import InternalError
 
-        # It may be away: what was known stays.
-        with suppress(Unavailable), Fabric(worker=Gateway.worker, key=Gateway.worker_key) as fabric:
+        # It may be away, or its pool: what was known stays.
+        with suppress(Unavailable, InternalError), Fabric(worker=Gateway.worker, key=Gateway.worker_key) as fabric:
             Gateway.versions = {memory.model: memory.version for memory in fabric.worker.status().engram_models}
     return {name: Gateway.versions[name] for name in offered if name in Gateway.versions}
 
