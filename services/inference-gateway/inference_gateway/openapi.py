@@ -120,12 +120,19 @@ def _cancel() -> _Json:
 
 def _generation(summary: str, request: str, answer: str, chunk: str) -> _Json:
     told = "The whole answer, or with `stream` events: `data: <chunk>`, at the end `data: [DONE]`."
-    content = _content(answer) | {"text/event-stream": {"schema": _ref(chunk)}}
+    content = _content(answer) | {"text/event-stream": {"schema": _event(chunk)}}
     return {
         "summary": summary,
         "requestBody": {"required": True, "content": _content(request)},
         "responses": {"200": {"description": told, "content": content}, **_errors(_GENERATION_ERRORS)},
     }
+
+
+def _event(chunk: str) -> _Json:
+    """One event of a stream, which clients read as an object: its data is a chunk, an error, or the end."""
+    said = [{"contentMediaType": "application/json", "contentSchema": _ref(each)} for each in (chunk, "ErrorAnswer")]
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, *said]}
+    return {"type": "object", "required": ["data"], "properties": {"data": data}}
 
 
 def _look(summary: str, answer: str, errors: Mapping[str, str]) -> _Json:

@@ -67,6 +67,17 @@ def test_requests_that_the_document_allows_are_answered_as_it_says(described: An
     assert 200 in statuses or path.endswith(("/cancel", "{model}")), "none of them was served"
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_every_event_of_a_stream_is_of_the_shape_that_the_document_has(described: Any, gateway: Any, path: str) -> None:
+    operation = described[path]["POST"]
+    case = operation.Case(
+        body=GOOD[path] | {"stream": True, "stream_options": {"include_usage": True}}, media_type="application/json"
+    )
+    answer = case.call(base_url=gateway.url, timeout=SECONDS_MAX)
+    assert answer.text.count("data: ") > 2
+    case.validate_response(answer, checks=conformance())
+
+
 @pytest.mark.parametrize("path", GOOD)
 def test_requests_that_the_document_does_not_allow_are_refused(described: Any, gateway: Any, path: str) -> None:
     assert 400 in run(described, gateway, "POST", path, schemathesis.GenerationMode.NEGATIVE)
