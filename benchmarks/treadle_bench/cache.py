@@ -94,7 +94,7 @@ def _trace_rows(
     def act(store: object) -> Callable[[int], float]:
         def run(number: int) -> float:
             begun = time.perf_counter_ns()
-            assert queue.submit_gather(store, trace[number], out, Deadline.after(1.0)).wait(WAIT_SECONDS)  # type: ignore[arg-type]
+            assert queue.submit_gather(store, trace[number], out, Deadline.after(1.0)).wait(WAIT_SECONDS)  # type: ignore[arg-type]  # any of three kinds of store
             return (time.perf_counter_ns() - begun) / 1e3
 
         return run

@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def asked(prompt: list[int], tokens: int, **more: object) -> pb.GenerateRequest:
-    return pb.GenerateRequest(prompt_token_ids=prompt, sampling=pb.Sampling(max_tokens=tokens), **more)  # type: ignore[arg-type]
+    return pb.GenerateRequest(prompt_token_ids=prompt, sampling=pb.Sampling(max_tokens=tokens), **more)  # type: ignore[arg-type]  # fields of several types
 
 
 def test_tokens_come_at_the_pace_that_was_set_and_each_says_when(start: Start) -> None:

@@ -171,7 +171,7 @@ class Matrix:
                 if under_way:
                     break
             if cell.target == STORE:  # what could not be had is had now
-                self._until_well(lambda name=cell.new_prefix: self._open_at_both(name), "the prefix asked for")  # type: ignore[misc]
+                self._until_well(lambda name=cell.new_prefix: self._open_at_both(name), "the prefix asked for")  # type: ignore[misc]  # of this turn of the loop
 
     def _blow(self, cell: Cell, tokens: int) -> tuple[list[Chat], bool]:
         """The chats of a cell, all over; and whether any was under way when it was struck: a blow that comes too late says nothing."""
@@ -256,7 +256,7 @@ class Matrix:
     def _until_well(self, well: Callable[[], bool], what: str) -> None:
         """Until every process serves and `well` holds. Raises ScenarioFailed after WELL_SECONDS."""
         for name in (POOL, STORE, STRUCK, OTHER, GATEWAY):
-            self.stage.wait(lambda name=name: self.stage.ready(name), f"{name} serves", WELL_SECONDS)  # type: ignore[misc]
+            self.stage.wait(lambda name=name: self.stage.ready(name), f"{name} serves", WELL_SECONDS)  # type: ignore[misc]  # of this turn of the loop
         begun = time.monotonic()
         while not well():
             if time.monotonic() - begun > WELL_SECONDS:

@@ -199,7 +199,7 @@ async def _serve(settings: Settings, folder: Path, name: str) -> int:
         worker = StubWorker(settings, folder, name, Engine(pace, cache, settings.block_tokens, noted))
 
         def register(server: object) -> Sequence[str]:
-            pb_grpc.add_WorkerServiceServicer_to_server(worker, server)  # type: ignore[arg-type]
+            pb_grpc.add_WorkerServiceServicer_to_server(worker, server)  # type: ignore[arg-type]  # the chassis' server is an object here
             return [pb.DESCRIPTOR.services_by_name["WorkerService"].full_name]
 
         gc.freeze()  # a collection of what is here for good would be seen as a late token

@@ -43,7 +43,7 @@ def step(batch: EngramBatch, *chosen: str) -> float:
     ids = [f"{time.monotonic()}-{place}" for place in range(len(chosen))]
     args = {one: {"treadle": {"engram": name}} for one, name in zip(ids, chosen, strict=True)}
     count = len(ids)
-    view: Any = BatchView(ids, args.__getitem__, np.zeros(count, int), np.ones(count, int), None, None)  # type: ignore[arg-type]
+    view: Any = BatchView(ids, args.__getitem__, np.zeros(count, int), np.ones(count, int), None, None)  # type: ignore[arg-type]  # what a step reads of it
     began = time.monotonic()
     batch.begin(view)
     seconds = time.monotonic() - began
@@ -73,7 +73,7 @@ class Opens(Memories):
         self._open_one = open_one
 
     def _opened(self, choice: Choice) -> Memory:
-        return Memory(self._open_one(choice), None, fused=True)  # type: ignore[arg-type]
+        return Memory(self._open_one(choice), None, fused=True)  # type: ignore[arg-type]  # what a step reads of it
 
 
 class Handle:

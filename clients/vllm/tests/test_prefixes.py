@@ -152,7 +152,7 @@ class Both:
             lambda: dictionary_model(self.folder, self.model.config), self.model.config.positions_max, map_prefix_kv
         )
         found = map_folder(folder)
-        return opener.open(Store(), found.dictionary, found.version)  # type: ignore[arg-type]
+        return opener.open(Store(), found.dictionary, found.version)  # type: ignore[arg-type]  # what the test needs of it
 
 
 def digest_of(tokens: Sequence[int]) -> str:
@@ -261,7 +261,7 @@ def test_queries_turned_back_find_what_the_embedded_engine_finds(both: Both, key
 def test_layers_without_a_dictionary_and_positions_from_zero(both: Both) -> None:
     prefix, prompt = ids(PREFIX_TOKENS, 1), ids(60, 8)
     for place, settings in enumerate(({"layers": (1,)}, {"positions": Positions.FROM_ZERO})):
-        folder = both.dictionary("rules", prefix, [prompt], keep_kv=False, **settings)  # type: ignore[arg-type]
+        folder = both.dictionary("rules", prefix, [prompt], keep_kv=False, **settings)  # type: ignore[arg-type]  # what the test needs of it
         name = both.opened(folder)
         (said,) = say(both, (prompt, {"prefix": name}))
         piece, report = both.embedded(prompt, folder)
@@ -359,7 +359,7 @@ def test_a_dictionary_of_another_model_is_refused_with_the_field(both: Both, tmp
     prompt = ids(20, 1)
     opened = map_folder(both.dictionary("rules", prompt, [prompt], keep_kv=False))
     for field, other in (("rope", "0" * 64), ("layers", LAYERS + 1), ("digest", "0" * 64)):
-        made_for = replace(opened.dictionary.model, **{field: other})  # type: ignore[arg-type]
+        made_for = replace(opened.dictionary.model, **{field: other})  # type: ignore[arg-type]  # what the test needs of it
         folder = tmp_path / field
         folder.mkdir()
         write_folder(folder, replace(opened.dictionary, model=made_for), dict(opened.tensors))

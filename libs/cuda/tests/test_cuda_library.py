@@ -86,9 +86,9 @@ class Nothing:
 def test_a_device_that_is_none_is_refused(compiled: Path) -> None:
     native = CudaLibrary(compiled)
     with pytest.raises(InvalidArgument, match="CUDA device"):
-        DeviceRows(Nothing(), "cpu", native=native)  # type: ignore[arg-type]
+        DeviceRows(Nothing(), "cpu", native=native)  # type: ignore[arg-type]  # refused before it is used
     with pytest.raises(Unavailable, match="rpc"):
-        DeviceRows(Nothing(), "cuda", native=native)  # type: ignore[arg-type]
+        DeviceRows(Nothing(), "cuda", native=native)  # type: ignore[arg-type]  # refused before it is used
 
 
 def test_without_a_gpu_nothing_is_registered_and_the_way_out_is_named(compiled: Path) -> None:
@@ -100,4 +100,4 @@ def test_without_a_gpu_nothing_is_registered_and_the_way_out_is_named(compiled: 
             return {}
 
     with pytest.raises(Unavailable, match="use the transport mapped"):
-        DeviceRows(Empty(), native=CudaLibrary(compiled))  # type: ignore[arg-type]
+        DeviceRows(Empty(), native=CudaLibrary(compiled))  # type: ignore[arg-type]  # refused before it is used

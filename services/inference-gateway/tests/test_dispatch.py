@@ -124,7 +124,7 @@ class Stage:
             Member(
                 "abc"[number],
                 worker,
-                WorkerWatch(worker, lambda *_: Ids(), in_thread, interval_seconds=60),  # type: ignore[arg-type]
+                WorkerWatch(worker, lambda *_: Ids(), in_thread, interval_seconds=60),  # type: ignore[arg-type]  # stand-ins of the same shape
                 Breaker(BreakerLimits(failures_max=2)),
             )
             for number, worker in enumerate(self.workers)
@@ -133,7 +133,7 @@ class Stage:
         pieces = PieceLimits(limits.pop("first", 10.0), limits.pop("idle", 10.0))
         hedge, attempts = limits.pop("hedge", 0.0), int(limits.pop("attempts", 3))
         self.dispatch = Dispatch(
-            Fleet(self.members, ByName()), DispatchLimits(pieces, LineLimits(**limits), attempts, hedge, headroom=0),  # type: ignore[arg-type]
+            Fleet(self.members, ByName()), DispatchLimits(pieces, LineLimits(**limits), attempts, hedge, headroom=0),  # type: ignore[arg-type]  # stand-ins of the same shape
             self.counts, random.Random(0),
         )  # fmt: skip
 

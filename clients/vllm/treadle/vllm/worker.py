@@ -29,7 +29,7 @@ class _TellsOfMemories:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """See Worker; the output carries what the step did to its requests."""
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]  # of the vLLM class that this is mixed into
         return put_verdicts(output, self._engram.take_verdicts())
 
     def take_engram_reports(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class _TellsOfMemories:
         """See Worker."""
         if getattr(self, "model_runner", None) is not None:
             self._engram.close()
-        super().shutdown()  # type: ignore[misc]
+        super().shutdown()  # type: ignore[misc]  # of the vLLM class that this is mixed into
 
 
 class EngramCPUWorker(_TellsOfMemories, cpu_worker.CPUWorker):

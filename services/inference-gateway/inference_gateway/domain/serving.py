@@ -88,7 +88,7 @@ class _ErrorsAlone(asyncio.TaskGroup):
 
     async def __aexit__(self, *exc: object) -> None:
         try:
-            await super().__aexit__(*exc)  # type: ignore[arg-type]
+            await super().__aexit__(*exc)  # type: ignore[arg-type]  # as it was given
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
