@@ -166,6 +166,8 @@ def test_rivals_are_measured_at_the_storage_and_at_the_traffic_of_each_dictionar
     mine = dictionaries_of(task, model, SETTINGS, quick=False)
     names = {method.name for method in methods_of(task, model, SETTINGS, quick=False)}
     assert {"full", "none", *(method.name for method in mine)} <= names
+    matched = {method.variant: method.settings.matched_keys for method in mine if method.settings and method.size == 1024}
+    assert matched["wide"] == matched["c3"] * 3 // 2 > matched["c3"] > 0
     assert {method.settings.matched_keys > 0 for method in mine if method.settings} == {True, False}
     sizes = rival_tokens(task, model, mine)
     assert sizes

@@ -196,6 +196,16 @@ def test_a_dictionary_that_reads_as_much_as_the_prefix_cannot_meet_a_goal_at_equ
     assert goals["clinc20, K=1024, groups joined, agreement, worst seed"].met
 
 
+def test_a_dictionary_with_more_matched_keys_is_judged_by_itself(tmp_path: Path) -> None:
+    cells = Cells(tmp_path)
+    put(cells, "full", log_probs(1.0), 100)
+    put(cells, "asm-k1024-m256", log_probs(0.1), 125)
+    put(cells, "asm-k1024-m384-wide", log_probs(1.0), 138)
+    goals = {goal.text: goal for goal in goals_of(list(cells))}
+    assert goals["clinc20, K=1024, three eighths matched, agreement, worst seed"].met
+    assert not goals["clinc20, K=1024, agreement, worst seed"].met
+
+
 def test_a_seed_without_the_dictionary_is_missed_by_every_goal_of_it(tmp_path: Path) -> None:
     cells = Cells(tmp_path)
     for seed in (0, 1):

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 
 from treadle_bench.asm import scores
 from treadle_bench.asm.cells import Cell
+from treadle_bench.asm.methods import WIDE
 from treadle_bench.asm.tables import per_question
 from treadle_bench.report import Goal
 
 ENTRIES = 1024
-VARIANTS = ("", r"-c\d+")  # the large dictionary as a build makes it, and with all heads of a group in one key
+# The large dictionary as a build makes it, with all heads of a group in one key, and with more matched keys: end of its name -> words.
+VARIANTS = {"": "", r"-c\d+": ", groups joined", f"-{WIDE}": ", three eighths matched"}
 SMALL_STORAGE, RECOVER_STORAGE = 20.0, 25.0  # % of the prefix's KV
 WHOLE_PREFIX = 100.0  # % of the traffic
 SIZE_TOLERANCE = 0.25  # a truncated prefix holds whole examples, so it may be somewhat shorter than asked for
@@ -56,7 +58,7 @@ def _fidelity(found: Found, seeds: Sequence[int], variant: str) -> list[Goal]:
             unequal[cell.seed] = "no icl of equal traffic was measured"
         else:
             ratios.append(each["kl"] / _means(rival, found)["kl"])
-    what = f"clinc20, K={ENTRIES}" + (", groups joined" if variant else "")
+    what = f"clinc20, K={ENTRIES}{VARIANTS[variant]}"
     agreement, kl = [each["agreement"] for each in means], [each["kl"] for each in means]
     return [
         _judged(f"{what}, agreement, worst seed", agreement, unmeasured, min, 0.85, at_least=True),

@@ -34,6 +34,7 @@ STORAGE_PERCENT = (20, 25)
 PERCENT_STEP = 5
 RIVAL_SHARE_MAX = 0.9  # of the prefix: what keeps more is the prefix
 MATCHED_SHARE = 0.9  # of the storage of these; on validation questions entries gained less for the same bytes
+WIDE = "wide"  # half as many matched keys again: three eighths of a prefix instead of a quarter
 
 
 class Kind(StrEnum):
@@ -170,7 +171,8 @@ class Bench:
 
 
 def dictionaries_of(task: Task, model: CausalLM, settings: DictionarySettings, *, quick: bool) -> list[Method]:
-    """A large dictionary, the same with whole groups joined and without matched keys, and one for each share of the prefix's storage.
+    """A large dictionary, the same with whole groups joined, with half as many matched keys again and without any, and one for each
+    share of the prefix's storage.
 
     settings: matched_keys 0 stands for as many as a build takes by itself
     """
@@ -180,6 +182,7 @@ def dictionaries_of(task: Task, model: CausalLM, settings: DictionarySettings, *
     found = [Method(Kind.DICTIONARY, entries, large)]
     if group != large.heads_joined:
         found.append(Method(Kind.DICTIONARY, entries, replace(large, heads_joined=group), f"c{group}"))
+    found.append(Method(Kind.DICTIONARY, entries, replace(large, matched_keys=large.matched_keys * 3 // 2), WIDE))
     found.append(Method(Kind.DICTIONARY, entries, replace(large, matched_keys=0)))
     stored, _ = costs.entry_tokens(model.config, settings)
     for percent in () if quick else STORAGE_PERCENT:
