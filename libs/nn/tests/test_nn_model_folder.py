@@ -134,9 +134,20 @@ def test_an_index_may_only_name_files_beside_it(make_tiny: Callable[[str], Path]
         CausalLM.load(tmp_path)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 40])
-def test_a_packed_product_equals_the_plain_one_for_any_number_of_rows(rows: int) -> None:
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 7, 8, 40])
+def test_a_packed_product_equals_the_plain_one_for_any_number_of_rows(rows: int, stored: torch.dtype) -> None:
     random = torch.Generator().manual_seed(rows)
     weight, bias, x = (torch.randn(*shape, generator=random) for shape in ((70, 33), (70,), (rows, 33)))
+    weight = weight.to(stored).to(torch.float32)
     torch.testing.assert_close(Linear(weight, bias)(x), x @ weight.T + bias, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(Linear(weight)(x), x @ weight.T, atol=1e-4, rtol=1e-5)
+
+
+def test_a_row_of_a_batch_gets_what_it_gets_in_any_other() -> None:
+    random = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(70, 33, generator=random).to(torch.bfloat16).to(torch.float32), torch.randn(200, 33, generator=random)
+    product = Linear(weight)
+    whole, exact = product(x), torch.backends.cpu.get_cpu_capability() == "AVX2"
+    for rows in range(1, len(x)):
+        torch.testing.assert_close(product(x[:rows]), whole[:rows], atol=0.0 if exact else 1e-5, rtol=0.0)
