@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
-from treadle.kernels import EntryArrays
+from treadle.kernels import EntryArrays, as_numbers
 from treadle.kernels import entry_states_reference as reference
 
 native = pytest.importorskip(
@@ -95,8 +95,8 @@ def test_each_head_gets_the_state_of_the_entry_whose_key_is_nearest(form: Any, d
     layer = made(dtype, whitened=True)
     queries = asked(layer, 9)
     found = form.EntryStates(layer).find(queries)
-    keys = reference.as_numbers(layer.keys, layer.key_scales)
-    states = reference.as_numbers(layer.states, layer.state_scales)
+    keys = as_numbers(layer.keys, layer.key_scales)
+    states = as_numbers(layer.states, layer.state_scales)
     assert layer.whitening is not None
     for token in range(9):
         for book, lookups in enumerate(layer.heads_of):

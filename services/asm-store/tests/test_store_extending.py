@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from asm_store.domain.checking import as_float
 from asm_store.domain.extending import extended, write_extended
 from asm_store.domain.merging import at_rest, merge_entries
 from asm_store.domain.tenancy import Caller
@@ -24,6 +23,7 @@ from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.dictionary import ChunkMerge, DictionaryModel, DictionarySettings, Grouping, RowDtype, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors, write_tensors
 from treadle.contract.errors import InvalidArgument
+from treadle.kernels import as_numbers
 
 if TYPE_CHECKING:
     from tests.conftest import Make, Serve
@@ -84,7 +84,7 @@ def test_rows_at_rest_come_back_within_half_a_step(seed: int, size: float) -> No
     rows[2] = 0
     for dtype, step in ((RowDtype.F32, 0.0), (RowDtype.BF16, 2**-8), (RowDtype.I8, 0.5 / 127 * 1.01)):
         resting, scales = at_rest(rows, dtype)
-        worst = np.abs(as_float(resting, scales) - rows).max(1)
+        worst = np.abs(as_numbers(resting, scales) - rows).max(1)
         smallest = 2.0**-24 * 64 if dtype is RowDtype.I8 else 0.0  # fp16 scales have no smaller steps
         assert (worst <= step * np.abs(rows).max(1) + smallest).all()
 
@@ -115,7 +115,7 @@ async def test_a_store_extends_a_version_entry_by_entry_and_leaves_it_as_it_was(
             names = {part: tensor_name(layer, part) for part in ("keys", "states", "state_scales", "log_z", "counts")}
             assert np.array_equal(mapped[names["keys"]], base.tensors[names["keys"]])
             numbers = [
-                as_float(tensors[names["states"]], tensors.get(names["state_scales"]))
+                as_numbers(tensors[names["states"]], tensors.get(names["state_scales"]))
                 for tensors in (base.tensors, chunk.tensors, mapped)
             ]
             logs = [made.tensors[names["log_z"]] for made in (base, chunk)]

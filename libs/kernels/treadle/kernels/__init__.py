@@ -1,8 +1,8 @@
 """Leaf kernels: n-gram hash, gather, fused lookup, rows as numbers, nearest entry and its state, CRC32C; native where built, numpy elsewhere.
 
 Owns loops over arrays, segment files (`treadle.kernels.segment`), ids without repeats and where memory lies (`.numa`).
-`quantise`, which writes rows offline, and `entry_lists`, which sorts entries for `nearest`, are numpy alone. No threads, no sockets,
-no knowledge of services.
+`quantise`, which writes rows offline, `entry_lists`, which sorts entries for `nearest`, and `as_numbers` are numpy alone. No threads,
+no sockets, no knowledge of services.
 `TREADLE_KERNELS=numpy` takes the numpy form, `TREADLE_KERNELS=native` refuses to start without the extension.
 """
 
@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, Literal
 
 from treadle.contract import InvalidArgument
+from treadle.kernels.at_rest import as_numbers
 from treadle.kernels.entry_states_arguments import EntryArrays, FoundEntries
 from treadle.kernels.hash_plan import HashPlan
 from treadle.kernels.lists import entry_lists
@@ -19,8 +20,8 @@ from treadle.kernels.prefetch import Calibration, calibrate_prefetch
 from treadle.kernels.quantise import quantise
 
 __all__ = [
-    "IMPLEMENTATION", "Calibration", "DecodeStep", "EntryArrays", "EntryStates", "FoundEntries", "HashPlan", "attend_keys",
-    "calibrate_prefetch", "crc32c", "dequantise", "entry_lists", "gather_rows", "lookup", "merge_states", "nearest", "quantise", "row_ids", "spread", "unique_rows",
+    "IMPLEMENTATION", "Calibration", "DecodeStep", "EntryArrays", "EntryStates", "FoundEntries", "HashPlan", "as_numbers",
+    "attend_keys", "calibrate_prefetch", "crc32c", "dequantise", "entry_lists", "gather_rows", "lookup", "merge_states", "nearest", "quantise", "row_ids", "spread", "unique_rows",
 ]  # fmt: skip
 
 

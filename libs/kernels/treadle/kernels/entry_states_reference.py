@@ -7,13 +7,13 @@ Source: arXiv 2605.18226, equations 2, 6 and 7, sections 3.5 and 3.6.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
 from treadle.kernels import nearest_reference
+from treadle.kernels.at_rest import as_numbers
 from treadle.kernels.entry_states_arguments import (
     EntryArrays,
     FoundEntries,
@@ -23,7 +23,7 @@ from treadle.kernels.entry_states_arguments import (
     check_rows,
 )
 
-__all__ = ["EntryStates", "as_numbers", "merge_states"]
+__all__ = ["EntryStates", "merge_states"]
 
 KEY_LENGTH_MIN = 1e-12  # a query of zeros stays zeros
 Search = Callable[[NDArray[np.float32]], tuple[NDArray[np.int32], NDArray[np.float32]]]
@@ -101,13 +101,3 @@ def merge_states(
         merged = mine / (1 + np.exp(difference)) + other / (1 + np.exp(-difference))
     a[places] = np.where(np.isneginf(difference), mine, merged)
     log_z[places] = np.logaddexp(mine_log_z, other_log_z)
-
-
-def as_numbers(rows: NDArray[Any], scales: NDArray[np.float16] | None) -> NDArray[np.float32]:
-    """A copy of fp32, uint16 (bfloat16 bits) or int8 rows [..., D] as fp32, times `scales` [...] where there are any."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    wide = rows.astype(np.float32)
-    if scales is not None:
-        wide *= scales.astype(np.float32)[..., None]
-    return wide

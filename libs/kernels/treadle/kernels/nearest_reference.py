@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from treadle.kernels.at_rest import as_numbers
 from treadle.kernels.nearest_arguments import check_nearest, nothing_found
 
 __all__ = ["nearest"]
@@ -91,9 +92,7 @@ def _scan(
 
 def _products(queries: NDArray[np.float32], keys: NDArray[Any], scales: NDArray[np.float16] | None) -> NDArray[np.float32]:
     """[N, K]; NaN is -inf, so that it is never the largest."""
-    wide: NDArray[np.float32] = (
-        (keys.astype(np.uint32) << 16).view(np.float32) if keys.dtype == np.uint16 else keys.astype(np.float32, copy=False)
-    )
+    wide: NDArray[np.float32] = keys if keys.dtype == np.float32 else as_numbers(keys, None)
     with np.errstate(invalid="ignore", over="ignore"):
         products = queries @ wide.T
         if scales is not None:

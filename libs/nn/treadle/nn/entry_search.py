@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract.errors import InvalidArgument, NotFound
-from treadle.kernels.entry_states_reference import as_numbers
+from treadle.kernels import as_numbers
 
 GRAPH_LINKS, GRAPH_BUILD_EF, GRAPH_EF = 16, 200, 64  # hnswlib's M, ef_construction and ef
 

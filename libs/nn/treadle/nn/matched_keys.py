@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treadle.kernels import attend_keys
+from treadle.kernels import as_numbers, attend_keys
 
 MATCHED_PARTS = ("matched_keys", "matched_values", "matched_biases")  # tensors of a layer, as `at_rest` takes them
 ROWS_BY_TOKEN = 32  # up to here a native call that reads all keys for each query beats matrix products with their ten operations
@@ -36,7 +36,8 @@ class MatchedKeys:
     @classmethod
     def at_rest(cls, keys: NDArray[Any], values: NDArray[Any], biases: NDArray[np.float32]) -> MatchedKeys:
         """From a dictionary's tensors, fp32 or bf16 bits; copied, for there are few."""
-        return cls(_widened(keys), _widened(values), torch.from_numpy(np.array(biases)))
+        wide, wide_values = (torch.from_numpy(as_numbers(rows, None)) for rows in (keys, values))
+        return cls(wide, wide_values, torch.from_numpy(np.array(biases)))
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +64,3 @@ class MatchedKeys:
         a = torch.bmm(scores.sub_(peak.unsqueeze(-1)).exp_(), self.values)
         states = a.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return states, log_z.view(kv_heads, -1, rows).permute(2, 0, 1).reshape(rows, heads)
-
-
-def _widened(rows: NDArray[Any]) -> Tensor:
-    if rows.dtype == np.uint16:
-        return torch.from_numpy((rows.astype(np.uint32) << 16).view(np.float32))
-    return torch.from_numpy(np.array(rows, np.float32))

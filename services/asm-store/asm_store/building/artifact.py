@@ -16,9 +16,9 @@ from torch import Tensor
 from asm_store.building.codebooks import LayerSamples, add_up, cosines, filled, fit
 from asm_store.building.entries import Aggregated
 from asm_store.building.matching import MATCH_TOKENS, match_keys
-from asm_store.building.rows import Stored, restored, stored
+from asm_store.building.rows import Stored, stored
 from treadle.contract.dictionary import QUANTILES, DictionarySettings, RowDtype
-from treadle.kernels.lists import entry_lists
+from treadle.kernels import as_numbers, entry_lists
 from treadle.nn.matched_keys import MatchedKeys
 
 LIST_ITERATIONS = 8
@@ -117,4 +117,4 @@ def _fit(samples: LayerSamples, parts: Parts, share: Share, whitening: Tensor | 
 def _keys_at_rest(parts: Parts) -> Tensor:
     """fp32 [B, K, D], as lookups see them."""
     scales = parts.get("key_scales")
-    return torch.from_numpy(restored(parts["keys"][1], None if scales is None else scales[1]))
+    return torch.from_numpy(as_numbers(parts["keys"][1], None if scales is None else scales[1]))

@@ -20,11 +20,3 @@ def stored(rows: NDArray[np.float32], dtype: RowDtype) -> tuple[Stored, Stored |
     """fp32 [..., D] as `dtype`; for I8 also its scales fp16 [...]. Raises InvalidArgument beyond fp16's range."""
     numbers, scales = at_rest(rows, dtype)
     return (str(dtype), numbers), None if scales is None else ("F16", scales)
-
-
-def restored(rows: NDArray[Any], scales: NDArray[Any] | None) -> NDArray[np.float32]:
-    """What `stored` stands for, fp32; rows may be a read-only map."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    wide = rows.astype(np.float32)
-    return wide if scales is None else wide * scales.astype(np.float32)[..., None]

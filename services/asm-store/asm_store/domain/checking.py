@@ -30,6 +30,7 @@ from treadle.contract.dictionary_file import (
     tensor_offsets,
 )
 from treadle.contract.errors import DataLoss, InvalidArgument
+from treadle.kernels import as_numbers
 
 BLOCK_BYTES = 4 << 20
 MESSAGE_BYTES_MAX = 1 << 20  # manifest, card and what Open answers beside them fit one message
@@ -155,21 +156,13 @@ def is_finite(values: Array, dtype: str) -> bool:
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
-def as_float(rows: Array, scales: Array | None) -> NDArray[np.float32]:
-    """Rows at rest as fp32: bf16 bits, or int8 times scales [rows]. rows: [..., D]; scales: [...]."""
-    if rows.dtype == np.uint16:
-        return (rows.astype(np.uint32) << 16).view(np.float32)
-    numbers = rows.astype(np.float32)
-    return numbers if scales is None else numbers * scales.astype(np.float32)[..., None]
-
-
 def _check_place(place: str, offset: int, dtype: np.dtype[Any]) -> None:
     expect(offset % dtype.itemsize == 0, f"{place}: it begins at byte {offset}, a multiple of {dtype.itemsize} is needed to map it")
 
 
 def _check_numbers(place: str, tensor: Array, most: float) -> None:
     """Finite numbers so large that the model overflows a layer on would spoil whoever is computed in one batch with them."""
-    largest = max(float(np.abs(as_float(block, None)).max(initial=0.0)) for block in _blocks(tensor))
+    largest = max(float(np.abs(as_numbers(block, None)).max(initial=0.0)) for block in _blocks(tensor))
     expect(largest <= most, f"{place}: a number of size {largest:g}, at most {most:g} can be computed with")
 
 
@@ -202,7 +195,7 @@ def _check_key_lengths(layer: int, dictionary: Dictionary, found: Mapping[str, A
     shortest, longest = KEY_LENGTHS
     for book in range(dictionary.codebooks):
         for rows in row_blocks(dictionary.settings.entries, dictionary.key_dim):
-            keys = as_float(found[name][book, rows], None if scales is None else scales[book, rows])
+            keys = as_numbers(found[name][book, rows], None if scales is None else scales[book, rows])
             lengths = np.sqrt(np.einsum("kd,kd->k", keys, keys))
             wrong = (lengths > longest) | ((lengths < shortest) & (counts[book, rows] > 0))
             expect(not wrong.any(), f"tensor {name}: keys of length 1 expected, entry {rows.start + int(wrong.argmax())} is not")

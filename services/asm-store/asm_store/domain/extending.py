@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from asm_store.domain.bringing import Bringing
 from asm_store.domain.catalogue import Catalogue
-from asm_store.domain.checking import as_float, row_blocks
+from asm_store.domain.checking import row_blocks
 from asm_store.domain.compute import Check
 from asm_store.domain.merging import at_rest, merge_entries
 from asm_store.domain.pointers import Pointers
@@ -30,6 +30,7 @@ from treadle.contract.checks import expect
 from treadle.contract.dictionary import Calibration, Dictionary, Prefix, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors
 from treadle.contract.errors import FingerprintMismatch, NotFound, Overtaken
+from treadle.kernels import as_numbers
 
 COPIED = ("keys", "key_scales", "list_keys", "list_starts", "whitening")  # of the keys: the same in both
 COUNT_MOST = np.iinfo(np.int32).max
@@ -158,7 +159,7 @@ def _merge_layer(file: TensorFile, layer: int, base: tuple[Dictionary, Tensors],
     for book in range(dictionary.codebooks):
         for rows in row_blocks(settings.entries, dictionary.entry_heads * dictionary.model.head_dim):
             at = book, rows
-            a1, a2 = (as_float(part[states][at], part[scales][at] if scales in part else None) for part in (mine, theirs))
+            a1, a2 = (as_numbers(part[states][at], part[scales][at] if scales in part else None) for part in (mine, theirs))
             merged, logs = merge_entries(a1, mine[log_z][at], a2, theirs[log_z][at], how=settings.chunk_merge, chunks=parts)
             resting, resting_scales = at_rest(merged, settings.dtype)
             file.append(states, resting)

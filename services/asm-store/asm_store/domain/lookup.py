@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from asm_store.domain.bringing import Bringing
 from asm_store.domain.catalogue import Catalogue
-from asm_store.domain.checking import as_float
 from asm_store.domain.compute import Compute, Turnstile
 from asm_store.domain.ports import Meters
 from asm_store.domain.versions import Kept, Key
@@ -27,7 +26,7 @@ from treadle.contract.checks import expect
 from treadle.contract.dictionary import Dictionary, KeyMode, tensor_name
 from treadle.contract.dictionary_file import map_tensors
 from treadle.contract.errors import NotFound
-from treadle.kernels import nearest
+from treadle.kernels import as_numbers, nearest
 
 MAPPED_MAX = 16  # versions whose tensors stay mapped
 QUERY_BYTES_MAX = 1 << 20
@@ -68,7 +67,7 @@ def look_up(
             searched, scales, lists, starts = (_of_book(part[name], book) for name in _SEARCHED)
             index, cosines[:, book, place] = nearest(keys, searched, scales, lists, starts, lists_probed)
             state_scales = None if part["state_scales"] is None else part["state_scales"][book, index]
-            states[:, list(joined)] = as_float(_of_book(part["states"], book)[index], state_scales)
+            states[:, list(joined)] = as_numbers(_of_book(part["states"], book)[index], state_scales)
             log_z[:, list(joined)] = _of_book(part["log_z"], book)[index]
     if dictionary.settings.matched_keys:  # entries say what is missing in what these see
         keys, values, biases = (tensors[tensor_name(layer, name)] for name in ("matched_keys", "matched_values", "matched_biases"))
@@ -152,11 +151,11 @@ def _state_over(keys: NDArray[Any], values: NDArray[Any], biases: Array, rotated
     expect(bool(np.isfinite(rotated).all()), "rotated: NaN or infinity")
     rows, heads, dim = rotated.shape
     grouped = rotated.reshape(rows, len(keys), heads // len(keys), dim)
-    scores = np.einsum("tkgd,knd->tkgn", grouped, as_float(keys, None), optimize=True) / math.sqrt(dim) + biases[:, None]
+    scores = np.einsum("tkgd,knd->tkgn", grouped, as_numbers(keys, None), optimize=True) / math.sqrt(dim) + biases[:, None]
     peak = scores.max(axis=-1, keepdims=True)
     weights = np.exp(scores - peak)
     total = weights.sum(axis=-1, keepdims=True)
-    a = np.einsum("tkgn,knd->tkgd", weights / total, as_float(values, None), optimize=True)
+    a = np.einsum("tkgn,knd->tkgd", weights / total, as_numbers(values, None), optimize=True)
     return a.reshape(rotated.shape), (peak + np.log(total)).reshape(rows, heads)
 
 
