@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 import grpc
+import numpy as np
 import pytest
 
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.dictionary import Dictionary, DictionarySettings, RowDtype
 from treadle.contract.dictionary_file import check_digests, map_tensors
-from treadle.contract.errors import NotFound, TreadleError
+from treadle.contract.errors import DataLoss, NotFound, TreadleError
+from treadle.kernels import IMPLEMENTATION
 
 if TYPE_CHECKING:
     from tests.conftest import Made, Make, Process, Serve, StartStore
@@ -308,3 +310,25 @@ async def test_a_name_like_a_file_of_the_store_is_a_name(serve: Serve, make: Mak
 def test_two_stores_do_not_share_a_folder(start_store: StartStore, tmp_path: Path) -> None:
     with start_store(tmp_path / "data"), pytest.raises(AssertionError, match="another asm-store"), start_store(tmp_path / "data"):
         pass
+
+
+@pytest.mark.skipif(IMPLEMENTATION != "native", reason="numpy reads a truncated mapping without a guard")
+def test_a_lookup_in_a_file_that_was_truncated_is_data_loss_and_the_store_goes_on(
+    start_store: StartStore, make: Make, tmp_path: Path
+) -> None:
+    made, whole = make(settings=LARGE), make(seed=1, name="whole")
+    model = made.dictionary.model
+    queries = np.random.default_rng(2).standard_normal((50, model.heads, model.head_dim), dtype=np.float32)
+    with start_store(tmp_path / "data") as process:
+        asm = process.fabric.asm
+        stored, other = (asm.publish(one.folder).stored for one in (made, whole))
+        asm.lookup(stored, 2, queries)
+        with asm.open(stored.name, stored.version) as mapped:
+            file = mapped.path
+        file.chmod(0o640)
+        with file.open("r+b") as held:
+            held.truncate(file.stat().st_size - made.tensors["layers.2.states"].nbytes * 3 // 4)  # the last tensor; keys stay
+        with pytest.raises(DataLoss, match="states"):
+            asm.lookup(stored, 2, queries)
+        asm.lookup(other, 2, queries)
+        assert process.child.poll() is None

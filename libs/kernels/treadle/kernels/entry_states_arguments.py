@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument
+from treadle.contract.dictionary import Dictionary, tensor_name
 from treadle.kernels.arguments import check_array
 from treadle.kernels.nearest_arguments import check_nearest
 
@@ -41,6 +42,24 @@ class EntryArrays:
     list_starts: NDArray[np.int32] | None = None
     lists_probed: int = 16
     whitening: NDArray[np.float32] | None = None
+
+    @classmethod
+    def of_layer(
+        cls, dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, *, guard_percent: int, lists_probed: int
+    ) -> EntryArrays:
+        """Of a layer that has a dictionary. tensors: by name, as `map_tensors` gives them; guard_percent: the quantile of the thresholds."""
+
+        def part(name: str) -> NDArray[Any] | None:
+            tensor = tensors.get(tensor_name(layer, name))
+            return None if tensor is None else np.ascontiguousarray(tensor)  # those of a file are
+
+        keys, states, log_z, quantiles = (
+            np.ascontiguousarray(tensors[tensor_name(layer, name)]) for name in ("keys", "states", "log_z", "cosine_quantiles")
+        )
+        return cls(
+            keys, states, log_z, quantiles[:, guard_percent].copy(), np.array(dictionary.heads_of_lookups, dtype=np.int32),
+            part("key_scales"), part("state_scales"), part("list_keys"), part("list_starts"), lists_probed, part("whitening"),
+        )  # fmt: skip
 
     @property
     def heads(self) -> int:

@@ -150,19 +150,10 @@ def _opened(
     dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], layer: int, settings: LookupSettings
 ) -> tuple[_Layer, int]:
     """A layer as it is looked up, and the bytes of its graph."""
-
-    def part(name: str) -> NDArray[Any] | None:
-        tensor = tensors.get(tensor_name(layer, name))
-        return None if tensor is None else np.ascontiguousarray(tensor)  # those of a file are
-
-    keys, states, log_z, quantiles = (
-        np.ascontiguousarray(tensors[tensor_name(layer, name)]) for name in ("keys", "states", "log_z", "cosine_quantiles")
+    entries = EntryArrays.of_layer(
+        dictionary, tensors, layer, guard_percent=settings.guard_percent, lists_probed=settings.lists_probed
     )
-    entries = EntryArrays(
-        keys, states, log_z, quantiles[:, settings.guard_percent].copy(), np.array(dictionary.heads_of_lookups, dtype=np.int32),
-        part("key_scales"), part("state_scales"), part("list_keys"), part("list_starts"), settings.lists_probed, part("whitening"),
-    )  # fmt: skip
     if settings.index == LookupIndex.SCAN:
         return EntryStates(entries), 0
-    graph = GraphSearch(keys, entries.key_scales, dictionary.settings.seed)
+    graph = GraphSearch(entries.keys, entries.key_scales, dictionary.settings.seed)
     return entry_states_reference.EntryStates(entries, graph.find), graph.nbytes

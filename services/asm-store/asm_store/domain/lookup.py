@@ -1,4 +1,4 @@
-"""States of queries, for those who cannot map: whitening, joining, the nearest entry, its state. numpy and the leaf kernel.
+"""States of queries, for those who cannot map: whitening, joining, the nearest entry, its state, by the leaf kernels.
 
 Owns the mapped tensors of versions that were asked lately. The same as `treadle.nn.prefix_memory` finds that scans and probes as
 many lists, without torch.
@@ -7,7 +7,6 @@ Source: arXiv 2605.18226, equations 6 to 8.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -26,7 +25,8 @@ from treadle.contract.checks import expect
 from treadle.contract.dictionary import Dictionary, KeyMode, tensor_name
 from treadle.contract.dictionary_file import map_tensors
 from treadle.contract.errors import NotFound
-from treadle.kernels import as_numbers, nearest
+from treadle.contract.lookup_settings import GUARD_PERCENT
+from treadle.kernels import EntryArrays, EntryStates, as_numbers, attend_keys
 
 MAPPED_MAX = 16  # versions whose tensors stay mapped
 QUERY_BYTES_MAX = 1 << 20
@@ -50,30 +50,20 @@ def look_up(
     """States of queries fp32 [T, H, head_dim], in the form that settings.key says, neither whitened nor joined.
 
     rotated: the same after RoPE, read where there are matched keys; None: the queries are. Of a query of zeros the cosine is 0.
-    Raises NotFound for a layer without a dictionary, InvalidArgument for NaN or infinity.
+    Raises NotFound for a layer without a dictionary, InvalidArgument for NaN or infinity, DataLoss where the file of entries was truncated.
     """
     if layer not in dictionary.layers:
         raise NotFound(f"layer {layer}: {dictionary.name} has dictionaries in layers {list(dictionary.layers)}")
     expect(bool(np.isfinite(queries).all()), "queries: NaN or infinity")
-    part = {name: tensors.get(tensor_name(layer, name)) for name in _PARTS}
-    heads = queries
-    if part["whitening"] is not None:
-        heads = np.einsum("hij,thj->thi", part["whitening"], queries, optimize=True).astype(np.float32)
-    states, log_z = np.empty(queries.shape, np.float32), np.empty(queries.shape[:2], np.float32)
-    cosines = np.empty((len(queries), dictionary.codebooks, dictionary.lookups), np.float32)
-    for book, lookups in enumerate(dictionary.heads_of_lookups):
-        for place, joined in enumerate(lookups):
-            keys = _unit(heads[:, list(joined)].reshape(len(queries), -1))
-            searched, scales, lists, starts = (_of_book(part[name], book) for name in _SEARCHED)
-            index, cosines[:, book, place] = nearest(keys, searched, scales, lists, starts, lists_probed)
-            state_scales = None if part["state_scales"] is None else part["state_scales"][book, index]
-            states[:, list(joined)] = as_numbers(_of_book(part["states"], book)[index], state_scales)
-            log_z[:, list(joined)] = _of_book(part["log_z"], book)[index]
-    if dictionary.settings.matched_keys:  # entries say what is missing in what these see
-        keys, values, biases = (tensors[tensor_name(layer, name)] for name in ("matched_keys", "matched_values", "matched_biases"))
-        seen, seen_log_z = _state_over(keys, values, biases, queries if rotated is None else rotated)
-        states, log_z = states + seen, log_z + seen_log_z
-    return Found(states, log_z, cosines)
+    entries = EntryArrays.of_layer(dictionary, tensors, layer, guard_percent=GUARD_PERCENT, lists_probed=lists_probed)
+    found = EntryStates(entries).find(queries)
+    if not dictionary.settings.matched_keys:
+        return Found(found.states, found.log_z, found.cosines)
+    asked = queries if rotated is None else rotated
+    expect(bool(np.isfinite(asked).all()), "rotated: NaN or infinity")
+    keys, values = (as_numbers(tensors[tensor_name(layer, name)], None) for name in ("matched_keys", "matched_values"))
+    seen, seen_log_z = attend_keys(asked, None, keys, values, tensors[tensor_name(layer, "matched_biases")])
+    return Found(found.states + seen, found.log_z + seen_log_z, found.cosines)  # entries say what is missing in what these see
 
 
 class Lookups:
@@ -144,29 +134,3 @@ def _read_queries(field: str, queries: bytes, dictionary: Dictionary) -> Array:
         f"{field}: the answer for {tokens} tokens takes {answer_bytes} bytes; ask for fewer at once",
     )
     return np.frombuffer(queries, "<f4").reshape(tokens, heads, width)
-
-
-def _state_over(keys: NDArray[Any], values: NDArray[Any], biases: Array, rotated: Array) -> tuple[Array, Array]:
-    """The attention state of queries [T, H, D] over keys and values [KV, n, D] at rest, biases [KV, n] added to their scores."""
-    expect(bool(np.isfinite(rotated).all()), "rotated: NaN or infinity")
-    rows, heads, dim = rotated.shape
-    grouped = rotated.reshape(rows, len(keys), heads // len(keys), dim)
-    scores = np.einsum("tkgd,knd->tkgn", grouped, as_numbers(keys, None), optimize=True) / math.sqrt(dim) + biases[:, None]
-    peak = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - peak)
-    total = weights.sum(axis=-1, keepdims=True)
-    a = np.einsum("tkgn,knd->tkgd", weights / total, as_numbers(values, None), optimize=True)
-    return a.reshape(rotated.shape), (peak + np.log(total)).reshape(rows, heads)
-
-
-_SEARCHED = ("keys", "key_scales", "list_keys", "list_starts")
-_PARTS = (*_SEARCHED, "states", "state_scales", "log_z", "whitening")
-
-
-def _of_book(tensor: NDArray[Any] | None, book: int) -> Any:
-    return None if tensor is None else tensor[book]
-
-
-def _unit(rows: Array) -> Array:
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.ascontiguousarray(rows / np.where(lengths > 0, lengths, 1), dtype=np.float32)
