@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from asm_store.building.card import CARD_SCHEMA
 from asm_store.commands import app
 from asm_store.commands.calling import seconds_of
-from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError
+from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError, Unavailable
 
 NARROW = {"COLUMNS": "80"}
 
@@ -91,6 +92,22 @@ def test_a_version_in_a_store_is_shown_as_its_folder_is(asm: Asm, make: Any) -> 
         asm("show", "unknown")
     with pytest.raises(NotFound, match="treadle asm build"):
         asm("show", "./rules")
+
+
+def test_a_folder_that_is_not_there_is_said_beside_what_the_store_says(asm: Asm) -> None:
+    with pytest.raises(
+        NotFound, match=r"^there is no folder 'ruels' here, nor could the store .*ruels: the store keeps no such version"
+    ):
+        asm("show", "ruels")
+    with pytest.raises(InvalidArgument, match=r"^there is no folder 'My Rules' here, nor could the store .*a name is"):
+        asm("show", "My Rules")
+    with socket.socket() as nobody:  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*nobody.getsockname())
+        with pytest.raises(
+            Unavailable, match=rf"^there is no folder 'ruels' here, nor could the store {address} show it: .*does not answer"
+        ):
+            Asm(address)("show", "ruels")
 
 
 def test_a_version_is_brought_out_and_the_folder_is_as_it_was(asm: Asm, make: Any, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ from asm_store.commands.calling import DEFAULT_STORE, Json, KeyFile, Store, TlsC
 from asm_store.commands.terminal import VERSION_DIGITS, print_json, print_table, size_text
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.dictionary_file import PREFIX_KV_FILE, read_manifest
+from treadle.contract.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from treadle.client.asm import StoredDictionary
 
 What = Annotated[
     str,
@@ -39,14 +43,24 @@ def show(
         kept = folder / PREFIX_KV_FILE
         prefix_kv_bytes = kept.stat().st_size if kept.is_file() else 0
     else:
-        with store_at(store, api_key_file, tls_root_file, tls_client_file) as asm:
-            stored = asm.find(what)
+        stored = _find(what, store, api_key_file, tls_root_file, tls_client_file)
         dictionary, prefix_kv_bytes = stored.dictionary, None
         card = stored.card if stored.card.get("schema") == CARD_SCHEMA else {}
     if as_json:
         print_json(_document(dictionary, card) | ({} if prefix_kv_bytes is None else {"prefix_kv_file_bytes": prefix_kv_bytes}))
     else:
         print_card(dictionary, card)
+
+
+def _find(
+    what: str, store: str, api_key_file: Path | None, tls_root_file: Path | None, tls_client_file: Path | None
+) -> StoredDictionary:
+    """Of the store. Whoever meant a folder hears that there is none, before what the store says."""
+    try:
+        with store_at(store, api_key_file, tls_root_file, tls_client_file) as asm:
+            return asm.find(what)
+    except (NotFound, InvalidArgument, AccessDenied, Unavailable) as error:
+        raise type(error)(f"there is no folder {what!r} here, nor could the store {store} show it: {error}") from error
 
 
 def _document(dictionary: Dictionary, card: Mapping[str, Any]) -> dict[str, Any]:
