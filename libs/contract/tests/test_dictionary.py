@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from treadle.contract.dictionary import (
     RowDtype,
 )  # fmt: skip
 from treadle.contract.dictionary_file import (
+    CARD_FILE,
     MANIFEST_FILE,
     TENSORS_FILE,
     check_digests,
@@ -75,6 +77,23 @@ def test_a_folder_gives_back_what_was_written(tmp_path: Path, dtype: RowDtype, l
         assert not view.flags.writeable
         assert view.ctypes.data % 64 == 0 or view.nbytes == 0, name
     check_digests(views, found)
+
+
+def test_all_of_a_folder_is_on_the_disk_before_its_manifest_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dictionary, tensors = sample()
+    fsync, synced = os.fsync, list[tuple[str, bool]]()
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name, (tmp_path / MANIFEST_FILE).exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    write_folder(tmp_path, dictionary, tensors, b"{}")
+    manifest = f".{MANIFEST_FILE}.partial"
+    before = [(name, False) for name in (TENSORS_FILE, CARD_FILE, manifest, tmp_path.name)]
+    assert synced == [*before, (tmp_path.name, True)]
+    assert {path.name for path in tmp_path.iterdir()} == {TENSORS_FILE, CARD_FILE, MANIFEST_FILE}
 
 
 def test_safetensors_itself_reads_the_file(tmp_path: Path) -> None:

@@ -127,12 +127,36 @@ def check_numbers(tensors: Tensors, dictionary: Dictionary) -> None:
 
 
 def write_folder(folder: Path, dictionary: Dictionary, tensors: Tensors, card: bytes = b"") -> None:
-    """Write manifest, tensors and card into `folder`, which exists. The manifest comes last: a folder with one is whole."""
+    """Write manifest, tensors and card into `folder`, which exists, and force them to the disk.
+
+    The manifest comes last, by a rename: a folder with one is whole, also after a power cut.
+    """
     dtypes = {name: info.dtype for name, info in dictionary.tensors}
     write_tensors(folder / TENSORS_FILE, {name: (dtypes[name], tensors[name]) for name in dtypes})
     if card:
-        (folder / CARD_FILE).write_bytes(card)
-    (folder / MANIFEST_FILE).write_bytes(dictionary.to_json())
+        write_through(folder / CARD_FILE, card)
+    partial = folder / f".{MANIFEST_FILE}.partial"
+    write_through(partial, dictionary.to_json())
+    sync_folder(folder)  # else the manifest's name may be on the disk before those of the others
+    partial.rename(folder / MANIFEST_FILE)
+    sync_folder(folder)
+
+
+def write_through(path: Path, data: bytes) -> None:
+    """Write a file, and force it to the disk; its name lasts once its folder is synced."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder last."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> Dictionary:
