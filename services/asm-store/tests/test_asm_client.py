@@ -21,7 +21,7 @@ import pytest
 from treadle.client import AsyncFabric
 from treadle.client.asm import AsmStore, Pointer, Ref, map_folder
 from treadle.contract import FingerprintMismatch, NotFound, Overtaken, ResourceExhausted
-from treadle.contract.dictionary_file import PREFIX_KV_FILE, TENSORS_FILE
+from treadle.contract.dictionary_file import CARD_FILE, MANIFEST_FILE, PREFIX_KV_FILE, TENSORS_FILE
 
 MAP_BYTES = 100 << 20
 MAP_SECONDS_MAX = 0.05
@@ -62,6 +62,22 @@ def test_what_was_published_is_mapped_got_and_looked_up_the_same(store: Any, mak
         entries = (keys @ made.tensors["layers.2.keys"][0].T).argmax(1)
         assert np.array_equal(found.states[:, list(joined)], made.tensors["layers.2.states"][0][entries]), place
         assert np.array_equal(found.log_z[:, list(joined)], made.tensors["layers.2.log_z"][0][entries])
+
+
+def test_what_is_got_is_on_the_disk_before_its_folder_has_its_name(
+    store: Any, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.fabric.asm.publish(make(prefix_kv=True).folder)
+    fsync, synced, out = os.fsync, list[tuple[str, bool]](), tmp_path / "got"
+
+    def noted(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced.append((path.name if path.is_file() else "folder", out.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store.fabric.asm.get("rules", out)
+    assert synced == [(name, False) for name in (TENSORS_FILE, PREFIX_KV_FILE, CARD_FILE, MANIFEST_FILE, "folder")]
 
 
 def test_another_model_is_refused_by_the_field_and_nothing_is_held(store: Any, make: Any) -> None:

@@ -30,7 +30,9 @@ from treadle.contract.dictionary_file import (
     check_digests,
     map_tensors,
     read_manifest,
+    sync_folder,
     tensor_offsets,
+    write_through,
 )
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, TreadleError, Unavailable
 from treadle.kernels import crc32c
@@ -99,7 +101,7 @@ class PublishMessages:
 
 
 class Download:
-    """Puts a version together in a folder of its own, which takes its place whole or not at all. A context manager.
+    """Puts a version together in a folder of its own, which takes its place whole or not at all, on the disk too. A context manager.
 
     folder: must not exist, or be empty; its parent is made
     bytes_max: of its files
@@ -151,8 +153,9 @@ class Download:
         check_digests(map_tensors(self._partial / TENSORS_FILE, dictionary), dictionary)
         try:
             if self._card:
-                (self._partial / CARD_FILE).write_bytes(self._card)
-            (self._partial / MANIFEST_FILE).write_bytes(dictionary.to_json())
+                write_through(self._partial / CARD_FILE, self._card)
+            write_through(self._partial / MANIFEST_FILE, dictionary.to_json())
+            sync_folder(self._partial)
             self._partial.chmod(0o755)  # a temporary folder is for its owner alone; this one is not temporary any more
             with suppress(FileNotFoundError):
                 self._folder.rmdir()
@@ -197,6 +200,8 @@ class Download:
         if self._progress is not None:
             self._progress(Progress(self._done, self._total, f"receiving {info.name}"))
         if self._offset == info.bytes:
+            self._file.flush()
+            os.fsync(self._file.fileno())
             self._file.close()
             if self._digest.hexdigest() != info.sha256:
                 raise DataLoss(f"{info.name}: its sha256 is not what the store said")
