@@ -190,6 +190,25 @@ async def test_names_are_bounded_and_those_that_mean_nothing_make_room(
         assert [pointer.name for pointer in served.parts.store.pointers.all()] == ["b", "c"]
 
 
+async def test_room_for_a_name_is_made_while_the_loop_goes_on(serve: Serve, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pointers_module, "POINTERS_MAX", 1)
+    async with serve() as served:
+        folder, threads = served.parts.folder, list[threading.Thread]()
+        forget = folder.forget_pointer
+
+        def noted(name: str) -> None:
+            threads.append(threading.current_thread())
+            forget(name)
+
+        monkeypatch.setattr(folder, "forget_pointer", noted)
+        await served.publish(make(name="a").messages(promote=True))
+        await served.stub.Delete(pb.DeleteRequest(ref=pb.DictionaryRef(name="a")))
+        await served.publish(make(name="b").messages(promote=True))
+        assert [pointer.name for pointer in served.parts.store.pointers.all()] == ["b"]
+        assert len(threads) == 1
+        assert threads[0] is not threading.main_thread()
+
+
 async def test_more_versions_than_whose_proof_fits_an_answer_are_deleted_one_by_one(
     serve: Serve, make: Make, fails: Fails, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,7 +99,7 @@ class Pointers:
             if pointer.revision <= self.of(pointer.name).revision:
                 return False
             try:
-                self._make_room(pointer.name)
+                await self._make_room(pointer.name)
             except ResourceExhausted as error:
                 log.error("a pointer of another replica is left out", extra={"pointer": pointer.name, "reason": str(error)})
                 return False
@@ -111,9 +111,7 @@ class Pointers:
     async def forget_old(self) -> None:
         """Forget names that have meant nothing for CLEARED_SECONDS: every replica does."""
         async with self._writing:
-            for pointer in [pointer for pointer in self._known.values() if pointer.is_over(time.time())]:
-                await uninterrupted(self._compute.run(self._folder.forget_pointer, pointer.name))
-                del self._known[pointer.name]
+            await self._forget(pointer.name for pointer in self._known.values() if pointer.is_over(time.time()))
 
     async def watch(self, names: Sequence[str]) -> AsyncGenerator[Told, None]:
         """The pointers at once, then each change, a sign of life in between; names: empty: all.
@@ -138,19 +136,25 @@ class Pointers:
 
     async def _flip(self, name: str, decide: Callable[[Pointer], Pointer]) -> Pointer:
         async with self._flipping:
-            self._make_room(name)
+            async with self._writing:
+                await self._make_room(name)
             pointer = await self._sharing.flip(self.of(name), decide)
             await self.learn(pointer)
         return pointer
 
-    def _make_room(self, name: str) -> None:
+    async def _make_room(self, name: str) -> None:
+        """Under `_writing`."""
         if name in self._known or len(self._known) < POINTERS_MAX:
             return
-        for pointer in [pointer for pointer in self._known.values() if not pointer.version]:
-            self._folder.forget_pointer(pointer.name)
-            del self._known[pointer.name]
+        await self._forget(pointer.name for pointer in self._known.values() if not pointer.version)
         if len(self._known) >= POINTERS_MAX:
             raise ResourceExhausted(f"{POINTERS_MAX} names have versions already: delete some, all versions of a name")
+
+    async def _forget(self, names: Iterable[str]) -> None:
+        """Under `_writing`: a name that is written again meanwhile would lose its file."""
+        for name in list(names):
+            await uninterrupted(self._compute.run(self._folder.forget_pointer, name))
+            del self._known[name]
 
 
 def listed(names: Iterable[str]) -> str:
