@@ -36,6 +36,7 @@ from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.verifying import Verifying
 from asm_store.server import AsmStoreServer
 from asm_store.settings import Settings
+from treadle.chassis.background import keep_going
 from treadle.chassis.server import read_shown_key
 from treadle.client import Endpoint
 from treadle.contract.errors import Unavailable
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from asm_store.adapters.redis_sharing import RedisSharing
 
 PROGRAM = "treadle-asm-store"
-AGAIN_SECONDS = 1.0
 log = logging.getLogger("asm_store")
 
 
@@ -94,7 +94,7 @@ class Parts:
         self.folder.close()
 
     def _start(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        self.tasks.append(asyncio.create_task(_keep_going(what, work)))
+        self.tasks.append(asyncio.create_task(keep_going(log, what, work)))
 
 
 def put_together(settings: Settings, registry: CollectorRegistry, compute: Compute, tenants: Tenants) -> Parts:
@@ -139,17 +139,6 @@ def build_version() -> str:
         return version(PROGRAM)
     except PackageNotFoundError:
         return "0+source"
-
-
-async def _keep_going(what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """A bug beside the serving must not end it: what is here is served without."""
-    while True:
-        try:
-            await work()
-            return
-        except Exception as error:
-            log.error("work in the background failed, and begins again", exc_info=error, extra={"what": what})
-            await asyncio.sleep(AGAIN_SECONDS)
 
 
 def _endpoint(settings: Settings, key: str | None, address: str) -> Endpoint:

@@ -16,6 +16,7 @@ from engram_pool.domain.directory import Directory
 from engram_pool.domain.pool import Pool
 from engram_pool.domain.presence import Presence
 from engram_pool.settings import Settings
+from treadle.chassis.background import keep_going
 from treadle.chassis.settings import WrongSetting, split_address
 from treadle.client.endpoint import Endpoint
 from treadle.contract import Unavailable
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from engram_pool.adapters.redis_directory import RedisDirectory
 
 log = logging.getLogger("engram_pool")
-AGAIN_SECONDS = 1.0
 ANY_HOST = ("0.0.0.0", "[::]", "::")
 REDIS_URL_VARIABLE = "TREADLE_REDIS_URL"
 
@@ -74,18 +74,7 @@ class Membership:
             await self._redis.close()
 
     def _start(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        self._tasks.append(asyncio.create_task(_keep_going(what, work)))
-
-
-async def _keep_going(what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """A bug in how owners are followed must not end the following: rows are served without it, and ever staler."""
-    while True:
-        try:
-            await work()
-            return
-        except Exception as error:
-            log.error("following the owners failed, and begins again", exc_info=error, extra={"what": what})
-            await asyncio.sleep(AGAIN_SECONDS)
+        self._tasks.append(asyncio.create_task(keep_going(log, what, work)))
 
 
 def _peer(settings: Settings, address: str) -> Endpoint:
