@@ -9,7 +9,7 @@ import torch
 from treadle.contract.dictionary import DictionarySettings, Grouping, RowDtype
 from treadle.contract.errors import InvalidArgument
 from treadle.nn.model import CausalLM
-from treadle_bench.asm import costs, evaluation, sweeps
+from treadle_bench.asm import costs, evaluation, operating, sweeps
 from treadle_bench.asm.answering import Before, before_prefix, encode_prefix, label_log_probs
 from treadle_bench.asm.attention_matching import match, match_head
 from treadle_bench.asm.cells import Cells
@@ -147,6 +147,14 @@ def test_a_dictionary_is_nearer_to_its_prefix_than_nothing_is(model: CausalLM, f
         found[method.kind] = label_log_probs(model, bench.task.questions, bench.task.labels, bench.place(method).before)
     full = found[Kind.FULL]
     assert kl(full, found[Kind.DICTIONARY]) < kl(full, found[Kind.NONE])
+
+
+def test_the_dictionary_that_is_mapped_has_the_bytes_that_the_goal_names(model: CausalLM, folder: Path, tmp_path: Path) -> None:
+    built = Builder(model, folder, make_task(), tmp_path).build(replace(SETTINGS, matched_keys=8))
+    grown, tensors = operating._grown(built.dictionary, 300_000)
+    entry = built.dictionary.nbytes / SETTINGS.entries
+    assert 300_000 <= grown.nbytes < 300_000 + entry
+    assert sum(tensor.nbytes for tensor in tensors.values()) == grown.nbytes
 
 
 def test_settings_share_a_run_of_the_traces_unless_it_would_differ(model: CausalLM, folder: Path, tmp_path: Path) -> None:
