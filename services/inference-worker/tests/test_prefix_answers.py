@@ -213,6 +213,7 @@ def test_a_dictionary_whose_lookups_fail_fails_its_own_requests_alone(
 ) -> None:  # fmt: skip
     tokens = prompt(40)
     sound, broken, engine = opened(tokens), opened(tokens, name="guide"), tiny_engine()
+    assert broken.memory is not None
     lookup = broken.memory.lookup
 
     def fails(layer: int, *queries: Any) -> Any:

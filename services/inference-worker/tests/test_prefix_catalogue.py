@@ -187,6 +187,30 @@ def test_what_an_open_prefix_copies_is_counted_beside_what_it_maps(
     assert registry.get_sample_value("treadle_worker_prefix_copied_bytes") == copied
 
 
+def test_where_another_process_runs_the_model_nothing_of_a_prefix_is_copied_here(
+    fake_store: Any, made: Callable[..., Path], tiny: CausalLM, tiny_folder: Path, tmp_path: Path
+) -> None:
+    class Host:
+        def __init__(self) -> None:
+            self.told: list[str] = []
+
+        def open(self, mapped: Any) -> None:
+            self.told.append(f"open {mapped.version}")
+
+        def close(self, mapped: Any) -> None:
+            self.told.append(f"close {mapped.version}")
+
+    kept, mine, host = (
+        fake_store.put(_with_matched_keys(made(), tmp_path, tiny)),
+        dictionary_model(tiny_folder, tiny.config),
+        Host(),
+    )
+    prefix = PrefixOpener(lambda: mine, tiny.config.positions_max, map_prefix_kv, host).open(fake_store, kept.model, kept.version)
+    assert (prefix.memory, prefix.copied_bytes, prefix.positions_before) == (None, 0, kept.model.prefix.tokens)
+    prefix.close()
+    assert host.told == [f"open {kept.version}", f"close {kept.version}"]
+
+
 def _with_matched_keys(folder: Path, out: Path, tiny: CausalLM) -> Path:
     """The dictionary of a folder, with matched keys of noise."""
     found, chance, config = map_folder(folder), np.random.default_rng(1), tiny.config
@@ -207,6 +231,7 @@ def test_prefixes_are_looked_up_as_the_opener_was_told(
     kept, mine = fake_store.put(made()), dictionary_model(tiny_folder, tiny.config)
     opener = PrefixOpener(lambda: mine, tiny.config.positions_max, map_prefix_kv, lookup=LookupSettings(7, 100))
     prefix = opener.open(fake_store, kept.model, kept.version)
+    assert prefix.memory is not None
     for layer in prefix.memory._layers.values():
         entries = layer.entries  # type: ignore[attr-defined]
         assert (entries.lists_probed, entries.thresholds.tolist()) == (7, [1.0])

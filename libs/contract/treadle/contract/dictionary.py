@@ -300,6 +300,11 @@ class Dictionary:
         return self.model.group // self.settings.heads_joined
 
     @property
+    def position_offset(self) -> int:
+        """Added to the positions of a request's tokens: where the first token behind the prefix stands."""
+        return self.prefix.tokens if self.settings.positions is Positions.AFTER_PREFIX else 0
+
+    @property
     def heads_of_lookups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """[B][G / c][h]: the query heads that are joined, in their order, for each lookup of each codebook."""
         group, joined = self.model.group, self.settings.heads_joined

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treadle.contract.dictionary import LOG_BASE, Dictionary, Positions, tensor_name
+from treadle.contract.dictionary import LOG_BASE, Dictionary, tensor_name
 from treadle.contract.lookup_settings import GUARD_PERCENT, LISTS_PROBED, LookupIndex, LookupSettings
 from treadle.kernels import EntryArrays, EntryStates, FoundEntries, entry_states_reference
 from treadle.nn.entry_search import GraphSearch
@@ -84,8 +84,8 @@ class PrefixMemory:
 
     @property
     def position_offset(self) -> int:
-        """Added to the positions of a request's tokens: where the first token behind the prefix stands."""
-        return self.dictionary.prefix.tokens if self.dictionary.settings.positions is Positions.AFTER_PREFIX else 0
+        """The dictionary's."""
+        return self.dictionary.position_offset
 
     def lookup(self, layer: int, queries: Tensor, rotated: Tensor, rope: Rope | None = None) -> Found | None:
         """What T tokens find in `layer`; None where it has no dictionary.

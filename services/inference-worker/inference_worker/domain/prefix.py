@@ -16,13 +16,15 @@ class OpenPrefix:
     """One version, for the requests of one engine.
 
     mapped:    its files; its own, until whoever opened it closes it
-    memory:    the dictionary, as the forward looks things up in it
+    memory:    the dictionary, as the forward looks things up in it; None: another process looks up
     kv:        the exact KV; None: none is kept
     host:      the process that runs the model, which has it open too; None: this one
     fallbacks: requests that the guard sent to it since it was opened; written by whoever runs the steps
     """
 
-    def __init__(self, mapped: MappedPrefix, memory: PrefixMemory, kv: PrefixKV | None, host: PrefixHost | None = None) -> None:
+    def __init__(
+        self, mapped: MappedPrefix, memory: PrefixMemory | None, kv: PrefixKV | None, host: PrefixHost | None = None
+    ) -> None:
         self._mapped, self.memory, self.kv, self._host = mapped, memory, kv, host
         self.model: Dictionary = mapped.dictionary
         self.version = mapped.version
@@ -46,12 +48,12 @@ class OpenPrefix:
     @property
     def copied_bytes(self) -> int:
         """Bytes of it in this process's own memory."""
-        return self.memory.copied_bytes
+        return self.memory.copied_bytes if self.memory is not None else 0
 
     @property
     def positions_before(self) -> int:
         """Most positions before a request's own tokens, whether the dictionary answers it or the exact KV."""
-        return self.tokens if self.kv is not None else self.memory.position_offset
+        return self.tokens if self.kv is not None else self.model.position_offset
 
     @property
     def ref(self) -> str:
@@ -60,6 +62,7 @@ class OpenPrefix:
 
     def begin(self) -> PrefixUse:
         """A request's use of the dictionary. What fails in it is the request's own: others in its step know nothing of it."""
+        assert self.memory is not None, "the process that runs the model begins uses of its own"
         return PrefixUse(self.memory, contained=True)
 
     def close(self) -> None:

@@ -105,10 +105,11 @@ class PrefixOpener:
         try:
             _check_aligned(mapped)
             check_numbers(mapped.tensors, mapped.dictionary)
-            memory, kv = self._memory(mapped), self._exact(mapped)
-            if self.host is not None:
-                self.host.open(mapped)
-            return OpenPrefix(mapped, memory, kv, self.host)
+            kv = self._exact(mapped)
+            if self.host is None:
+                return OpenPrefix(mapped, self._memory(mapped), kv)
+            self.host.open(mapped)
+            return OpenPrefix(mapped, None, kv, self.host)
         except BaseException:
             mapped.close()
             raise

@@ -73,7 +73,7 @@ class PrefixRun:
     @property
     def position_offset(self) -> int:
         """Added to the positions of the request's own tokens. Behind the exact KV they stand where they would stand behind the prefix."""
-        return self.prefix.tokens if self.is_exact else self.prefix.memory.position_offset
+        return self.prefix.tokens if self.is_exact else self.prefix.model.position_offset
 
     @property
     def outcome(self) -> str:
