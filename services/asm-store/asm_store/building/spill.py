@@ -2,6 +2,7 @@
 
 One forward pass gives the states of all layers at once, while clustering wants all tokens of one layer: the disk turns the one into
 the other, so that the model runs once and memory stays bounded. Owns the files. Does not know what they are for.
+Torch turns numbers to fp16 and back: numpy takes ten times as long for it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Spill:
                 )
             if largest > float(np.finfo(dtype).max):
                 raise InvalidArgument(f"layer {layer}: {part} of {largest:.3g}, too large for fp16; build with --dtype F32")
-            rows = values.to(torch.float32).contiguous().numpy().astype(dtype, copy=False)
+            rows = values.to(torch.float16 if dtype.itemsize == 2 else torch.float32).contiguous().numpy()
             with self._path(layer, part).open("ab") as file:
                 file.write(rows.data)
 
@@ -106,7 +107,7 @@ class Spill:
     def _chosen(self, layer: int, part: str, tokens: NDArray[np.int64]) -> Tensor:
         shape = (self._heads,) if part == "log_z" else (self._heads, self._head_dim)
         mapped = np.memmap(self._path(layer, part), self._dtype_of(part), "r").reshape(-1, *shape)
-        return torch.from_numpy(mapped[tokens].astype(np.float32))
+        return torch.from_numpy(mapped[tokens]).to(torch.float32)
 
     def _dtype_of(self, part: str) -> np.dtype[Any]:
         return np.dtype("<f4") if part == "log_z" else self._dtype
@@ -116,7 +117,7 @@ class Spill:
         rows = np.fromfile(self._path(layer, part), dtype, (last - first) * width, offset=first * width * dtype.itemsize)
         if rows.size != (last - first) * width:
             raise DataLoss(f"{self._path(layer, part)}: ends before token {last}; begin again with --restart")
-        return torch.from_numpy(rows.astype(np.float32, copy=False))
+        return torch.from_numpy(rows).to(torch.float32)
 
     def _row_bytes(self, part: str) -> int:
         return self._heads * (4 if part == "log_z" else self._head_dim * self._dtype.itemsize)
