@@ -20,6 +20,7 @@ from treadle.kernels import as_numbers, attend_keys
 MATCHED_PARTS = ("matched_keys", "matched_values", "matched_biases")  # tensors of a layer, as `at_rest` takes them
 ROWS_BY_TOKEN = 32  # up to here a native call that reads all keys for each query beats matrix products with their ten operations
 ROWS_AT_ONCE = 512  # of queries: scores of 512 rows, 9 heads and 128 keys take 2.4 MB
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,8 @@ class MatchedKeys:
         if len(rotated) <= ROWS_BY_TOKEN and rotated.dtype == torch.float32 and self.keys.numel():
             a, log_z = attend_keys(rotated.contiguous().numpy(), None, self.keys.numpy(), self.values.numpy(), self.biases.numpy())
             return torch.from_numpy(a), torch.from_numpy(log_z)
+        if not self.keys.numel():
+            return torch.zeros(rotated.shape), torch.full(rotated.shape[:2], -torch.inf)
         parts = [self._state(rows) for rows in torch.split(rotated.to(torch.float32), ROWS_AT_ONCE)]
         if len(parts) == 1:
             return parts[0]
@@ -59,8 +62,11 @@ class MatchedKeys:
         kv_heads = len(self.keys)
         folded = rotated.reshape(rows, kv_heads, -1, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)  # [KV, G T, D]
         scores = torch.baddbmm(self.biases.unsqueeze(1), folded, self.keys.transpose(1, 2), alpha=1 / math.sqrt(dim))
-        log_z = scores.logsumexp(-1)
-        peak = log_z.masked_fill(log_z.isneginf(), 0.0)  # a head that keeps nothing: weights of 0, not of NaN
-        a = torch.bmm(scores.sub_(peak.unsqueeze(-1)).exp_(), self.values)
+        peak = scores.amax(-1, keepdim=True)
+        peak.masked_fill_(peak.isneginf(), 0.0)  # a head that keeps nothing: weights of 0, not of NaN
+        weights = scores.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        a = torch.bmm(weights, self.values).div_(total.clamp_min(_SMALLEST))
+        log_z = total.log_().add_(peak)
         states = a.view(kv_heads, -1, rows, dim).permute(2, 0, 1, 3).reshape(rows, heads, dim)
         return states, log_z.view(kv_heads, -1, rows).permute(2, 0, 1).reshape(rows, heads)
