@@ -13,7 +13,15 @@ import torch
 from typer.testing import CliRunner
 
 from asm_store.building.build import Build, Order
-from asm_store.building.matching import WEIGHT_MAX, WEIGHT_MIN, bounded_least_squares, match_keys
+from asm_store.building.matching import (
+    PRODUCT_ROWS,
+    RIDGE,
+    WEIGHT_MAX,
+    WEIGHT_MIN,
+    bounded_least_squares,
+    least_squares,
+    match_keys,
+)
 from asm_store.commands import app
 from treadle.contract.dictionary import ChunkMerge, RowDtype, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, map_tensors, read_manifest
@@ -58,6 +66,20 @@ def test_weights_stay_within_their_bounds() -> None:
     assert float(found.max()) <= WEIGHT_MAX * 1.001
     free = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0])
     torch.testing.assert_close(bounded_least_squares(matrix, matrix @ free), free, rtol=0, atol=1e-2)
+
+
+def test_values_fit_as_well_as_those_of_products_in_fp64() -> None:
+    draw = torch.Generator().manual_seed(5)
+    shares = (6 * torch.randn(3 * PRODUCT_ROWS + 7, 40, generator=draw)).softmax(1)
+    outputs = shares @ torch.randn(40, 8, generator=draw) + 0.1 * torch.randn(len(shares), 8, generator=draw)
+    wide, wanted = shares.to(torch.float64), outputs.to(torch.float64)
+    product = wide.T @ wide
+    product += RIDGE * product.diagonal().mean() * torch.eye(40, dtype=torch.float64)
+    lost, least = (
+        float((wide @ values.to(torch.float64) - wanted).square().sum())
+        for values in (least_squares(shares, outputs), torch.linalg.solve(product, wide.T @ wanted))
+    )
+    assert lost == pytest.approx(least, rel=1e-5)
 
 
 def test_entries_hold_what_matched_keys_lack(build: Orders, tmp_path: Path) -> None:
