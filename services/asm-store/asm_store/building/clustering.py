@@ -15,19 +15,20 @@ from torch import Tensor
 from treadle.contract.errors import InvalidArgument
 
 KEYS_AT_ONCE, PRODUCT_NUMBERS = 4096, 4 << 20  # rows of one product with all centroids, and numbers in it: 16 MiB
-BATCH_KEYS, BATCH_PER_ENTRY = 8192, 8  # an iteration looks at so many keys, or so many an entry, whichever is more
+# An iteration looks at so many keys, or so many an entry, whichever is more. Twice as many fit no better (docs/benchmarks.md).
+BATCH_KEYS, BATCH_PER_ENTRY = 4096, 4
 
 
 def assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """For keys fp32 [n, D]: the centroid with the largest product, int64 [n] (of equal ones the first), and that product, fp32 [n].
 
-    centroids: fp32 [K, D]. PRODUCT_NUMBERS and the centroids once more are held beside the result.
+    centroids: fp32 [K, D]. PRODUCT_NUMBERS are held beside the result.
     """
     index, cosine = torch.empty(len(keys), dtype=torch.int64), torch.empty(len(keys))
-    columns, rows = centroids.T.contiguous(), max(1, min(KEYS_AT_ONCE, PRODUCT_NUMBERS // len(centroids)))
+    rows = max(1, min(KEYS_AT_ONCE, PRODUCT_NUMBERS // len(centroids)))
     for first in range(0, len(keys), rows):
         part = slice(first, first + rows)
-        cosine[part], index[part] = (keys[part] @ columns).max(dim=1)
+        index[part], cosine[part] = _largest(keys[part] @ centroids.T)
     return index, cosine
 
 
@@ -61,6 +62,12 @@ def fit_centroids(keys: Tensor, entries: int, iterations: int, seed: Sequence[in
 def unit(vectors: Tensor) -> Tensor:
     """Each of length 1; zeros stay zeros."""
     return torch.nn.functional.normalize(vectors, dim=-1)
+
+
+def _largest(products: Tensor) -> tuple[Tensor, Tensor]:
+    """(place, product) of the largest in each row. By numpy: torch's search adds a fifth to the time of the products."""
+    index = torch.from_numpy(products.numpy().argmax(1))
+    return index, products.gather(1, index.unsqueeze(1)).squeeze(1)
 
 
 def _begin(keys: Tensor, entries: int, draw: np.random.Generator) -> Tensor:
