@@ -51,13 +51,13 @@ def _measure(order: _Order, task: Task, folder: Path) -> tuple[list[Row], list[G
     matched = _build(order, task.prefix, folder / "matched", "dtype=I8", f"matched_keys={matched_keys_of(len(task.prefix))}")
     params = {"prefix": len(task.prefix), "tokens": tokens, "entries": int(order.settings[-1].partition("=")[2])}
     extra = max(each["peak_mib"] - each["resident_before_mib"] - each["prefix_kv_mib"] for each in (whole, matched))
-    rate = tokens / whole["collect_cpu_seconds"]
+    rate, whole_rate = tokens / whole["collect_cpu_seconds"], tokens / matched["cpu_seconds"]
     rows = [
         _row("collecting", params, "tokens/CPU-s", rate),
         _row("reading the prefix", params, "CPU-s", whole["prefix_cpu_seconds"]),
         _row("clustering", params, "CPU-s", whole["cluster_cpu_seconds"]),
         _row("clustering, with matched keys", params, "CPU-s", matched["cluster_cpu_seconds"]),
-        _row("all of a build, with matched keys", params, "tokens/CPU-s", tokens / matched["cpu_seconds"]),
+        _row("all of a build, with matched keys", params, "tokens/CPU-s", whole_rate),
         _row("memory beside model and prefix KV", params, "MiB", extra),
         _row("int8 rows", params, "MB", whole["bytes"] / 1e6),
         _row("int8 rows and matched keys", params, "MB", matched["bytes"] / 1e6),
@@ -69,7 +69,8 @@ def _measure(order: _Order, task: Task, folder: Path) -> tuple[list[Row], list[G
     forwards = further["prefix_cpu_seconds"] + further["collect_cpu_seconds"]
     alone_forwards = alone["prefix_cpu_seconds"] + alone["collect_cpu_seconds"]
     goals = [
-        Goal("calibration tokens a CPU-second", rate, 150, at_least=True),
+        Goal("calibration tokens a CPU-second, collecting", rate, 150, at_least=True),
+        Goal("calibration tokens a CPU-second, the whole build with matched keys", whole_rate, 150, at_least=True),
         Goal("MiB beside model and prefix KV", extra, 512),
         Goal("fp32 rows' bytes over int8 rows'", exact["bytes"] / whole["bytes"], 3.7, at_least=True),
         Goal("forwards of a further chunk over those of the chunk by itself, CPU time", forwards / alone_forwards, 1.25),
