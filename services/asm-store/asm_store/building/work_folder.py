@@ -22,7 +22,7 @@ from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE, TENSORS_FILE
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound, Unavailable
 
 FOLDER, STATE, TRACES, LOCK = ".building", "state.json", "traces.json", "lock"
-SCHEMA = "treadle.dictionary-build/1"
+SCHEMA = "treadle.dictionary-build/2"
 VERSION = "version"  # in a state: of the dictionary that the build is about to write
 
 

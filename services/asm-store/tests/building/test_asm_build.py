@@ -21,7 +21,7 @@ import torch
 
 from asm_store.building.build import Build, Order
 from asm_store.building.codebooks import LayerSamples, add_up, fit
-from asm_store.building.collection import Collection, batches, positions_of
+from asm_store.building.collection import OPENING_MAX, Collection, batches, opening_of, positions_of
 from asm_store.building.prefix import load_tokenizer
 from asm_store.building.prefix_kv import read_prefix_kv
 from asm_store.building.self_traces import write_traces
@@ -129,6 +129,42 @@ def test_a_trace_longer_than_a_step_runs_alone_and_in_pieces(
         if name.endswith("log_z"):
             np.testing.assert_allclose(tensor, opened(tmp_path / "pieces")[1][name], atol=1e-3)
     assert whole.calibration.tokens == 55
+
+
+@pytest.mark.parametrize("key", list(KeyMode))
+def test_what_all_traces_begin_with_runs_once_and_counts_for_each(
+    tiny: CausalLM, order: Orders, key: KeyMode, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    prefix, opening = encode(tiny, order().prefix, (len(order().prefix),)), (7, 8, 9, 10)
+    traces = (*(opening + each for each in different_tokens()), opening + tuple(range(40)), (*opening, 99))
+    monkeypatch.setattr("asm_store.building.collection.STEP_ROWS", 30)
+    tokens, ran, forward = sum(map(len, traces)), list[int](), tiny.forward
+
+    def counting(new: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        ran[-1] += len(new)
+        return forward(new, *rest, **more)
+
+    monkeypatch.setattr(tiny, "forward", counting)
+    spills = []
+    for name in ("once", "each"):
+        ran.append(0)
+        spill = Spill(tmp_path / name, (0, 1), 4, 8, exact=True)
+        collection = Collection(tiny, Before(prefix.length, shared=prefix), traces, spill, key)
+        *_, last = collection.run()
+        assert collection.tokens_of(last) == tokens
+        spills.append([spill.read(layer, 0, tokens) for layer in (0, 1)])
+        monkeypatch.setattr("asm_store.building.collection.opening_of", lambda traces: ())
+    assert ran == [tokens - (len(traces) - 1) * len(opening), tokens]
+    for once, each in zip(*spills, strict=True):
+        for part in ("queries", "a", "log_z"):
+            torch.testing.assert_close(getattr(once, part), getattr(each, part), rtol=0, atol=1e-4)
+
+
+def test_the_opening_of_traces_leaves_a_token_of_each() -> None:
+    assert opening_of([(1, 2, 3), (1, 2, 3, 4), (1, 2, 5)]) == (1, 2)
+    assert opening_of([(1, 2), (1, 2)]) == (1,)
+    assert opening_of([(1, 2, 3), (4,)]) == opening_of([(1, 2, 3)]) == ()
+    assert len(opening_of([tuple(range(1000))] * 2)) == OPENING_MAX
 
 
 def test_shards_of_the_samples_added_in_any_order_make_the_same_entries(order: Orders, tiny: CausalLM, tmp_path: Path) -> None:
