@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,93 +127,6 @@ async def test_the_number_of_versions_is_bounded_too(serve: Serve, make: Make, f
             await served.stub.Pin(pin)
         code, text, _ = await fails(served.publish(make(seed=9).messages()))
         assert (code, "versions_max" in text) == (FULL, True)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """`tmp_path/data` on a file system of 2 MiB and 64 files of its own."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=64,mode=750", "none", str(folder)]
-    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("mounting is for root, where it is allowed")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-def fill(folder: Path) -> None:
-    with suppress(OSError):
-        for number in range(64):
-            (folder / f"file-{number}").touch()
-
-
-def empty(folder: Path) -> None:
-    for file in folder.glob("file-*"):
-        file.unlink()
-
-
-def arrived(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob(".publishing-*/dictionary.safetensors"))
-
-
-def leftovers(folder: Path) -> list[Path]:
-    return list(folder.glob(".publishing-*"))
-
-
-def fill_bytes(folder: Path) -> None:
-    with suppress(OSError), (folder / "file-large").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-
-
-def link_files(folder: Path, version: Path) -> None:
-    for file in version.iterdir():
-        (folder / f"file-{file.name}").hardlink_to(file)
-
-
-async def test_nothing_is_evicted_for_what_a_full_disk_cannot_describe(
-    serve: Serve, small_disk: Path, make: Make, fails: Fails, eventually: Eventually
-) -> None:
-    old, new = make(name="old", seed=1), make(seed=2)
-    (info,) = new.files()
-    async with serve(versions_max=1) as served:
-        await served.publish(old.messages())
-        link_files(small_disk, small_disk / "old" / old.version)  # that its bytes go frees none
-
-        async def sending() -> AsyncGenerator[pb.PublishRequest, None]:
-            for message in new.messages():
-                if message.WhichOneof("event") == "end":
-                    await eventually(lambda: arrived(small_disk) == info.bytes, "its file is there")
-                    fill_bytes(small_disk)  # record and manifest find no room
-                yield message
-
-        code, text, _ = await fails(served.stub.Publish(sending()))
-        assert (code, "no room for it on its file system" in text) == (FULL, True), text
-        assert versions(served) == {old.version}
-        empty(small_disk)
-        await served.publish(new.messages())
-        assert versions(served) == {new.version}
-
-
-async def test_a_full_disk_refuses_a_publish_and_an_extend(
-    serve: Serve, small_disk: Path, large: Any, make: Make, fails: Fails
-) -> None:
-    base, chunk, small = large(1), make(seed=2, settings=LARGE, name="chunk", prefix_text="second"), make(seed=3)
-    async with serve() as served:
-        for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
-        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk"))
-        for call in (served.stub.Extend(extend), served.publish(large(4).messages())):
-            code, text, _ = await fails(call)
-            assert (code, "no room for it on its file system" in text) == (FULL, True), text
-        fill(small_disk)
-        code, text, _ = await fails(served.publish(small.messages()))  # there is no room for its folder
-        assert (code, "no room for it on its file system" in text) == (FULL, True), text
-        empty(small_disk)
-        assert leftovers(small_disk) == []
-        assert not (await served.publish(small.messages())).existed
 
 
 @pytest.fixture

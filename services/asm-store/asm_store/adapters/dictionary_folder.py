@@ -83,6 +83,7 @@ class DictionaryFolder:
                 self._move_aside(path)
             except OSError as error:
                 log.error("version cannot be read; left as it is and not served", extra={"path": str(path), "reason": str(error)})
+        self._pointers.keep_room()
         used = {stored.key: stored.lock_path.stat().st_mtime for stored in versions}
         pins = {stored.key: pin for stored in versions if (pin := read_pin(stored.folder)) is not None}
         return Adopted(versions, used, pins, self._pointers.read(), self._pointers.read_tombstones(), torn)
@@ -93,7 +94,9 @@ class DictionaryFolder:
             with locked_alone(stored.lock_path) as alone:
                 if unread_only and not alone:
                     return None
-                return self._remove(stored.folder, freed=alone)
+                removed = self._remove(stored.folder, freed=alone)
+            self._pointers.keep_room()
+            return removed
         except FileNotFoundError:  # somebody else has deleted the files
             return []
 

@@ -19,13 +19,25 @@ class Promoting:
     async def promote(self, kept: Kept, expected: str | None, caller: Caller) -> Pointer:
         """Let its name mean it. Raises as `Pointers.promote`, AccessDenied, and NotFound for what was deleted meanwhile.
 
-        A deletion writes its tombstone before it clears the pointer: of the two that happen at once, one sees the other.
+        A deletion writes its tombstone before it clears the pointer: of the two that happen at once, one sees the other. What is refused
+        at the flip leaves the pointer as it is.
         """
+
+        def check() -> None:
+            check_may_change(self._catalogue, caller, kept.key[0])
+            self._refuse_deleted(kept)
+
         with kept.in_use():  # it is not evicted
-            pointer = await self._pointers.promote(
-                *kept.key, expected, lambda: check_may_change(self._catalogue, caller, kept.key[0]), kept.stored.record.tenant
-            )
-        if kept.gone or self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds):
+            pointer = await self._pointers.promote(*kept.key, expected, check, kept.stored.record.tenant)
+        try:
+            self._refuse_deleted(kept)
+        except NotFound:
             await self._pointers.clear(kept.key[0], {kept.key[1]})
-            raise NotFound(f"{kept.key[0]} {kept.key[1]} was deleted meanwhile")
+            raise
         return pointer
+
+    def _refuse_deleted(self, kept: Kept) -> None:
+        if kept.gone or self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds):
+            raise NotFound(
+                f"{kept.key[0]} {kept.key[1]} was deleted meanwhile; while it is listed its files could not be taken away: delete it again"
+            )

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from asm_store.domain.compute import Compute
+from asm_store.domain.compute import Compute, uninterrupted
 from asm_store.domain.ports import Folder
 from asm_store.domain.versions import Key
 
@@ -37,15 +37,18 @@ class Tombstones:
 
     def covers(self, key: Key, published_at_seconds: float) -> bool:
         """Whether a copy that was published then is deleted."""
-        return self.deleted_at(key) >= published_at_seconds
+        return key in self._at and self._at[key] >= published_at_seconds
 
     async def bury(self, deleted: Mapping[Key, float]) -> None:
-        """Remember deletions, on the disk before this returns."""
+        """Remember deletions, on the disk before anybody hears of them. Raises ResourceExhausted without room, and as the disk does: none is remembered."""
         async with self._writing:
             news = {key: at for key, at in deleted.items() if at > self.deleted_at(key)}
             if news:
-                self._at = _bounded((self._at | news).items(), self._clock() - TOMBSTONE_SECONDS)
-                await self._compute.run(self._folder.write_tombstones, self.all())
+                await uninterrupted(self._remember(_bounded((self._at | news).items(), self._clock() - TOMBSTONE_SECONDS)))
+
+    async def _remember(self, at: dict[Key, float]) -> None:
+        await self._compute.run(self._folder.write_tombstones, at)
+        self._at = at
 
 
 def _bounded(tombstones: Iterable[tuple[Key, float]], oldest: float) -> dict[Key, float]:
