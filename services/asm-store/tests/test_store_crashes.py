@@ -287,11 +287,38 @@ async def test_a_version_that_cannot_be_deleted_now_is_kept_and_can_be_deleted_l
         code, text, _ = await fails(served.stub.Delete(delete))
         assert (code, made.version in text, other.version in text) == (grpc.StatusCode.UNAVAILABLE, True, False)
         assert [kept.key[1] for kept in served.parts.store.catalogue.all()] == [made.version]
+        assert [one.ref.version for one in (await served.stub.List(pb.ListRequest())).dictionaries] == [made.version]
+        assert (await served.publish(other.messages(promote=True))).dictionary.current
+        refused = [await fails(served.stub.Promote(pb.PromoteRequest(ref=pb.DictionaryRef(name="rules", version=made.version))))]
+        refused.append(await fails(served.publish(made.messages(promote=True))))
+        assert [(code, "delete it again" in text) for code, text, _ in refused] == [
+            (grpc.StatusCode.NOT_FOUND, True), (grpc.StatusCode.UNAVAILABLE, True),
+        ]  # fmt: skip
+        assert served.parts.store.pointers.of("rules").version == other.version
         lock.unlink()
         lock.touch()
         answer = await served.stub.Delete(delete)
         assert {file.ref.version for file in answer.files} >= {made.version}
         assert not (served.parts.folder.path / "rules").exists()
+
+
+async def test_a_version_whose_pointer_cannot_be_cleared_is_listed_until_it_is_deleted(
+    serve: Serve, make: Make, fails: Callable[[Any], Any]
+) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages(promote=True))
+        pointer, delete = (
+            served.parts.folder.path / ".pointers" / "rules.json",
+            pb.DeleteRequest(ref=pb.DictionaryRef(name="rules")),
+        )
+        pointer.unlink()
+        pointer.mkdir()  # no file takes its place
+        await fails(served.stub.Delete(delete))
+        assert [one.ref.version for one in (await served.stub.List(pb.ListRequest())).dictionaries] == [made.version]
+        pointer.rmdir()
+        assert (await served.stub.Delete(delete)).files
+        assert not (await served.stub.List(pb.ListRequest())).dictionaries
 
 
 @pytest.mark.parametrize("name", ["x.partial", "store.lock", "lock"])

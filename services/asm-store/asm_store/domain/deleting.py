@@ -1,7 +1,7 @@
 """Deleting a version, every copy, with proof: what is gone from which replica, and who has still to do it.
 
 In this order, so that `kill -9` leaves no doubt: the tombstone is on the disk, the pointer means nothing, the files go. A start
-deletes what a tombstone covers.
+deletes what a tombstone covers. What could not be taken away is kept and listed, and is nobody's to promote, until that is tried again.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from asm_store.domain.catalogue import Catalogue
@@ -69,10 +69,22 @@ class Deleting:
         async with self._one_at_a_time:
             await self._tombstones.bury(deleted)
             covered = [kept for kept in self._catalogue.all() if self._is_covered(kept)]
-            for kept in covered:
-                await self._pointers.clear(kept.key[0], {kept.key[1]})
-            with suppress(Unavailable):  # logged, and tried again when others are heard next, or at the next start
-                await self._remove(covered)
+            with self._listed_where_it_fails([kept.key for kept in covered]):
+                for kept in covered:
+                    await self._pointers.clear(kept.key[0], {kept.key[1]})
+                with suppress(Unavailable):  # logged, and tried again when others are heard next, or at the next start
+                    await self._remove(covered)
+
+    @contextmanager
+    def _listed_where_it_fails(self, keys: Iterable[Key]) -> Iterator[None]:
+        """What a tombstone covers is listed no more; where the rest of the deletion fails, what is left is."""
+        try:
+            yield
+        except BaseException:
+            for key in keys:
+                if (kept := self._catalogue.get(key)) is not None:
+                    kept.undeleted = True
+            raise
 
     def _is_covered(self, kept: Kept) -> bool:
         return self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds)
@@ -100,13 +112,14 @@ class Deleting:
             keys = meant()  # now: what a tombstone was just deleting has its proof
             now = self._clock()  # of a copy that a faster clock has dated it is not earlier: else that would be alive
             await self._tombstones.bury({key: max(now, self._catalogue.published_at(key)) for key in keys})
-            pointed = self._pointers.of(name).version
-            await self._pointers.clear(name, {version for _, version in keys} | ({pointed} if whole and pointed else set()))
-            await self._remove(kept for key in keys if (kept := self._catalogue.get(key)) is not None)
+            with self._listed_where_it_fails(keys):
+                pointed = self._pointers.of(name).version
+                await self._pointers.clear(name, {version for _, version in keys} | ({pointed} if whole and pointed else set()))
+                await self._remove(kept for key in keys if (kept := self._catalogue.get(key)) is not None)
             return [file for key in keys for file in self._proofs.pop(key, ())]
 
     async def _remove(self, versions: Iterable[Kept]) -> None:
-        """Raises Unavailable, once the others are gone, for one whose files cannot be deleted: it is here as before, and can be deleted again."""
+        """Raises Unavailable, once the others are gone, for one whose files cannot be deleted: it is kept and listed, and can be deleted again."""
         failed = list[str]()
         for kept in list(versions):
             async with self._changing:
@@ -116,6 +129,7 @@ class Deleting:
                 try:
                     removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=False)
                 except OSError as error:
+                    kept.undeleted = True
                     self._catalogue.add(kept)
                     log.error("version cannot be deleted", extra={"path": str(kept.stored.folder), "reason": str(error)})
                     failed.append(f"{kept.key[0]} {kept.key[1]} ({error.strerror})")

@@ -24,7 +24,7 @@ from asm_store.domain.promoting import Promoting
 from asm_store.domain.room import Room
 from asm_store.domain.tenancy import Caller, ask_may_change, ask_may_publish, check_may_change
 from asm_store.domain.tombstones import Tombstones
-from asm_store.domain.versions import FileInfo, Kept, Record
+from asm_store.domain.versions import FileInfo, Kept, Key, Record
 from treadle.contract.checks import expect
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.errors import DataLoss, DeadlineExceeded, InvalidArgument, NotFound, Unavailable
@@ -80,8 +80,8 @@ class Publishing:
         """
         self._changes.refuse_if_draining()
         key = dictionary.name, hashlib.sha256(announced.manifest_json).hexdigest()
-        if (kept := self._catalogue.get(key)) is not None:
-            return Published(kept, existed=True)
+        if (existing := self._existing(key)) is not None:
+            return existing
         async with self._staged(announced.tenant, _bytes_of(announced)) as staged:
             await self._receive(staged, announced.files, events)
             await self._compute.run_stoppable(_check, staged.folder, dictionary)
@@ -124,6 +124,15 @@ class Publishing:
         except TimeoutError as error:
             raise DeadlineExceeded(f"it did not end within publish_seconds_max, {self._seconds_max:g} s") from error
 
+    def _existing(self, key: Key) -> Published | None:
+        """Raises Unavailable for what is deleted and whose files are still here: called there, it would go with the next attempt."""
+        kept = self._catalogue.get(key)
+        if kept is None:
+            return None
+        if self._tombstones.covers(key, kept.stored.record.published_at_seconds):
+            raise Unavailable(f"{key[0]} {key[1]} is deleted and its files are not gone yet: delete it again, then publish it")
+        return Published(kept, existed=True)
+
     async def _commit_and_tell(
         self, staged: Staged, announced: Announced, dictionary: Dictionary, caller: Caller | None
     ) -> Published:
@@ -137,8 +146,8 @@ class Publishing:
             if caller is not None:
                 check_may_change(self._catalogue, caller, dictionary.name)
             key = dictionary.name, hashlib.sha256(announced.manifest_json).hexdigest()
-            if (kept := self._catalogue.get(key)) is not None:
-                return Published(kept, existed=True)
+            if (existing := self._existing(key)) is not None:
+                return existing
             at = announced.published_at_seconds
             if at is None:
                 at = max(self._clock(), self._tombstones.deleted_at(key) + 0.001)  # after its deletion, whatever clocks say

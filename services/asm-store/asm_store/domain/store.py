@@ -69,7 +69,7 @@ class Store:
         """All versions of a name, or of all; by name, the current one first, then the last published. after: only those behind it.
 
         What is being deleted is not among them, here or at another replica: its name means nothing any more while its files go, and who
-        lists because of that would see what nobody tells it of again.
+        lists because of that would see what nobody tells it of again. What is kept here because its files could not be taken away is.
         """
         here = [kept for kept in self.catalogue.all() if name in ("", kept.key[0]) and (after is None or kept.key > after)]
         there = self.catalogue.remotes()  # at the same moment: what is copied meanwhile is in one of the two
@@ -80,8 +80,12 @@ class Store:
         for key, remote in there.items():
             if name in ("", key[0]) and (after is None or key > after):
                 found.append(Listed(key, self.pointers.names(*key), None, remote, 0))
-        alive = [one for one in found if not self._tombstones.covers(one.key, _published_at(one))]
+        alive = [one for one in found if not self._is_going(one)]
         return sorted(alive, key=lambda one: (one.key[0], not one.current, -_published_at(one), one.key[1]))
+
+    def _is_going(self, one: Listed) -> bool:
+        undeleted = one.kept is not None and one.kept.undeleted and not one.kept.gone
+        return not undeleted and self._tombstones.covers(one.key, _published_at(one))
 
     async def listed(self, kept: Kept) -> Listed:
         """A version here as callers see it."""

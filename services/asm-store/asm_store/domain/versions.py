@@ -143,7 +143,10 @@ class Pin:
 
 @dataclass(slots=True)
 class Kept:
-    """A version that is here, and who uses it. holds: Hold calls; uses: calls of ours that read its files; gone: deleted."""
+    """A version that is here, and who uses it. holds: Hold calls; uses: calls of ours that read its files; gone: deleted.
+
+    undeleted: its deletion has failed behind the tombstone, and is still to be done
+    """
 
     stored: Stored
     used_at_seconds: float
@@ -151,6 +154,7 @@ class Kept:
     holds: int = 0
     uses: int = 0
     gone: bool = False
+    undeleted: bool = False
 
     @property
     def key(self) -> Key:
