@@ -18,7 +18,7 @@ from asm_store.domain.changes import Changes
 from asm_store.domain.pointers import Pointers
 from asm_store.domain.ports import Alone, Announced, End, Piece, Remote, Replica
 from asm_store.domain.tenancy import Caller, check_may_change
-from asm_store.domain.versions import Record
+from asm_store.domain.versions import Pointer, Record
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.errors import AccessDenied
 
@@ -176,3 +176,21 @@ async def test_a_version_that_a_fast_clock_has_dated_stays_deleted(serve: Serve,
         at = (await served.publish(made.messages())).dictionary.published_at_seconds
         await served.stub.Delete(pb.DeleteRequest(ref=ref(made)))
         assert served.parts.store._tombstones.covers((made.name, made.version), at)  # of a copy that comes back later
+
+
+async def test_of_two_words_of_one_revision_the_shared_one_holds_and_watchers_hear_it(serve: Serve, make: Make) -> None:
+    made, other = make(seed=1), make(seed=2)
+    async with serve() as served:
+        await served.publish(made.messages(promote=True))
+        await served.publish(other.messages())
+        pointers = served.parts.store.pointers
+        await pointers.clear("rules", {made.version})  # as where the others cannot be asked
+        watch = served.stub.Watch(pb.WatchRequest())
+        assert [(one.version, one.revision) for one in (await watch.read()).pointers] == [("", 2)]
+        await served.parts.replicating.learn([Pointer("rules", other.version, 2, owner="default")], {}, {})
+        while not (told := (await watch.read()).pointers):
+            pass
+        assert [(one.version, one.revision) for one in told] == [(other.version, 2)]
+        await served.parts.replicating.learn([Pointer("rules", made.version, 1)], {}, {})  # of who lags behind
+        assert pointers.of("rules").version == other.version
+        watch.cancel()

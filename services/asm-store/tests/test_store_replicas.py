@@ -308,6 +308,34 @@ def test_a_name_that_has_meant_nothing_for_long_is_forgotten_by_all(
         assert json.loads(entry)["revision"] == 1
 
 
+def test_a_replica_that_cleared_a_name_while_it_was_cut_off_takes_what_the_others_said_but_no_version_that_it_deleted(
+    replica: Any, make: Make, redis: Redis, until: Until, tmp_path: Path
+) -> None:
+    made = {name: [make(name=name, seed=seed) for seed in range(2)] for name in ("rules", "other")}
+    with replica("a") as a:
+        for first, second in made.values():
+            a.fabric.asm.publish(first.folder)
+            a.fabric.asm.publish(second.folder, promote=False)
+        redis.kill()
+        a.fabric.asm.delete(f"rules@{made['rules'][0].version}")
+        a.fabric.asm.delete("other")
+        a.kill()
+    redis.start()
+    shared = client.Redis.from_url(redis.url)
+    for name, (_, second) in made.items():  # the second change of each name, said by another meanwhile
+        shared.hset("treadle:asm:pointers", name, json.dumps({"name": name, "version": second.version, "revision": 2}))
+
+    def said(name: str) -> tuple[str, int]:
+        entry = json.loads(shared.hgetall("treadle:asm:pointers")[name.encode()])
+        return entry["version"], entry["revision"]
+
+    with replica("a") as a:
+        until(lambda: means(a) == made["rules"][1].version, "a means what the others mean")
+        assert said("rules") == (made["rules"][1].version, 2)
+        until(lambda: said("other") == ("", 3), "a has said that it deleted that version")
+        assert [path.name for path in (tmp_path / "a").glob("other")] == []
+
+
 def test_a_dead_redis_stops_nothing_that_is_here_and_what_it_lost_is_written_again(
     replica: Any, make: Make, redis: Redis, until: Until, tmp_path: Path
 ) -> None:

@@ -94,9 +94,12 @@ class Pointers:
             await uninterrupted(self.learn(decide(self.of(name))))
 
     async def learn(self, pointer: Pointer) -> bool:
-        """Take in a pointer if it is newer than what is known: True."""
+        """Take in what replicas share of a name if it is newer than what is known, or another word of the same revision: True.
+
+        Two words of one revision: this replica cleared the name while it was cut off, and others changed it.
+        """
         async with self._writing:  # the newest is written last
-            if pointer.revision <= self.of(pointer.name).revision:
+            if newer(known := self.of(pointer.name), pointer) is known or pointer == known:
                 return False
             try:
                 await self._make_room(pointer.name)
@@ -121,13 +124,13 @@ class Pointers:
         expect(len(names) <= WATCHED_MAX, f"names: {WATCHED_MAX} at most, got {len(names)}; none: all are watched")
         asked = frozenset(names)
         with self._watching.turn():
-            told: dict[str, int] = {}
+            told: dict[str, Pointer] = {}
             first = True
             while True:
                 self._changes.refuse_if_draining()
                 seen = self._changes.generation
-                news = [p for p in self.all() if p.revision != told.get(p.name, 0) and (not asked or p.name in asked)]
-                told |= {pointer.name: pointer.revision for pointer in news}
+                news = [p for p in self.all() if p != told.get(p.name) and (not asked or p.name in asked)]
+                told |= {pointer.name: pointer for pointer in news}
                 if news or first:
                     yield Told(news, complete=first)
                 first = False

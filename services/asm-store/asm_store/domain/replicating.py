@@ -41,11 +41,20 @@ class Replicating:
         await self._deleting.obey(dict(deleted))
         await self._store.pointers.forget_old()
         for pointer in pointers:
-            await self._store.pointers.learn(pointer)
+            if self._is_deleted_here(pointer):
+                await self._store.pointers.clear(pointer.name, {pointer.version})
+            else:
+                await self._store.pointers.learn(pointer)
         for kept in self._store.catalogue.all():
             if kept.key in pins:
                 with suppress(NotFound):  # it has gone meanwhile
                     await self._store.learn_pin(kept, pins[kept.key])
+
+    def _is_deleted_here(self, shared: Pointer) -> bool:
+        """Whether it names what was deleted here, and stands against another word of the same revision."""
+        key, known = (shared.name, shared.version), self._store.pointers.of(shared.name)
+        in_conflict = shared.revision == known.revision and shared.version != known.version
+        return in_conflict and self._tombstones.covers(key, self._store.catalogue.published_at(key))
 
     async def others_changed(self) -> None:
         """What others keep has changed: what could not be copied may be now."""
