@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -89,8 +88,7 @@ class Parts:
         if self.redis is not None:
             await self.redis.leave()
             await self.redis.close()
-        with suppress(OSError):  # the order of evictions is a little off then
-            self.store.remember_uses()
+        self.store.remember_uses()
         self.folder.close()
 
     def _start(self, what: str, work: Callable[[], Awaitable[None]]) -> None:

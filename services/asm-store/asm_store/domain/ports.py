@@ -84,7 +84,7 @@ class Folder(Protocol):
         """Processes that map each, this one not counted."""
 
     def touch(self, stored: Stored, used_at_seconds: float) -> None:
-        """Remember when it was last used."""
+        """Remember when it was last used. Raises OSError."""
 
     def write_pin(self, stored: Stored, pin: Pin) -> None:
         """Remember a pin."""
@@ -206,7 +206,7 @@ class Meters(Protocol):
         """Count one of publishes, promotes, extends, deletes, lookups, opens, gets or fetches by how the body ends, and time it."""
 
     def evicted(self, outcome: str) -> None:
-        """Count an eviction: ok, or read (a process maps it, so that it stays)."""
+        """Count an eviction: ok, read (a process maps it, so that it stays), or failed (its files cannot be taken away)."""
 
     def torn(self, versions: int) -> None:
         """Count versions found torn."""

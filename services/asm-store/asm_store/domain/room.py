@@ -81,28 +81,32 @@ class Room:
             if excess() <= 0:
                 return
             if tenant in (None, kept.stored.record.tenant) and not self._catalogue.is_referenced(kept):
-                evicted = await self._evict_one(kept)
-                self._meters.evicted("ok" if evicted else "read")
-                if evicted:
+                outcome = await self._evict_one(kept)
+                self._meters.evicted(outcome)
+                if outcome == "ok":
                     self.evictions += 1
                     log.info("version evicted", extra={"dictionary": kept.key[0], "version": kept.key[1]})
         if excess() > 0:
-            raise ResourceExhausted("versions that could have been evicted are in use now; unpin or delete some, or try again", 1.0)
+            raise ResourceExhausted(
+                "versions that could have been evicted are in use now, or cannot be taken away; unpin or delete some, or try again",
+                1.0,
+            )
 
-    async def _evict_one(self, kept: Kept) -> bool:
-        """False: somebody reads it. Nobody is told where it lies while its files go."""
+    async def _evict_one(self, kept: Kept) -> str:
+        """ok; read: somebody reads it; failed: its files cannot be taken away. Nobody is told where it lies while its files go."""
         (readers,) = await self._compute.run(self._folder.readers, [kept.stored])
         if readers or self._catalogue.is_referenced(kept):
-            return False
+            return "read"
         self._catalogue.drop(kept)
         try:
             removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=True)
-        except OSError:
+        except OSError as error:
             self._catalogue.add(kept)
-            raise
+            log.error("version cannot be evicted", extra={"path": str(kept.stored.folder), "reason": str(error)})
+            return "failed"
         if removed is None:  # somebody has begun to read it just now
             self._catalogue.add(kept)
-        return removed is not None
+        return "read" if removed is None else "ok"
 
     async def _needed(self) -> list[Kept]:
         """What cannot be evicted now."""

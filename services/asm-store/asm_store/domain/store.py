@@ -6,6 +6,7 @@ Owns who holds and pins. Publishing, deleting, copying and looking up are their 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -26,6 +27,7 @@ from asm_store.domain.versions import Kept, Key, Pin, Pointer
 from treadle.contract.checks import expect
 from treadle.contract.errors import NotFound
 
+log = logging.getLogger("asm_store")
 TOUCH_SECONDS = 10.0  # how old the last use on the disk may be: after a crash the order of eviction is that much off
 
 
@@ -53,7 +55,7 @@ class Store:
         self._folder, self._compute, self._meters, self._clock = folder, compute, meters, clock
         self._pin_seconds_max, self._pinning = pin_seconds_max, asyncio.Lock()
         self._holding = Turnstile("holds", "holds_max", holds_max, 1.0)
-        self._touched: dict[Key, float] = {}
+        self._touched, self._untouched = dict[Key, float](), False
 
     async def start(self, *, digests: bool) -> None:
         """Take in what is on the disk. digests: compare every one before anything is served."""
@@ -97,7 +99,7 @@ class Store:
         with self._meters.measured("opens"):
             kept = await self.bringing.bring(name, version)
             kept.stored.fingerprint.require(expected)
-            self._touch(kept)
+            await self._touch(kept)
             return kept
 
     async def promote(self, name: str, version: str, expected: str | None, caller: Caller) -> Pointer:
@@ -171,13 +173,24 @@ class Store:
     def remember_uses(self) -> None:
         """Write down when each version was used last: at the end."""
         for kept in self.catalogue.all():
-            self._folder.touch(kept.stored, kept.used_at_seconds)
+            self._write_use(kept, kept.used_at_seconds)
 
-    def _touch(self, kept: Kept) -> None:
+    async def _touch(self, kept: Kept) -> None:
         if kept.used_at_seconds - self._touched.get(kept.key, 0.0) > TOUCH_SECONDS:
             self._touched = {one.key: self._touched.get(one.key, 0.0) for one in self.catalogue.all()}
             self._touched[kept.key] = kept.used_at_seconds
-            self._folder.touch(kept.stored, kept.used_at_seconds)
+            await self._compute.run(self._write_use, kept, kept.used_at_seconds)
+
+    def _write_use(self, kept: Kept, used_at_seconds: float) -> None:
+        """Any thread. Where it cannot be written memory knows it, until the store ends; said once, until it can be again."""
+        try:
+            self._folder.touch(kept.stored, used_at_seconds)
+        except OSError as error:
+            if not (self._untouched or kept.gone):
+                log.warning("last uses cannot be written", extra={"path": str(kept.stored.folder), "reason": str(error)})
+                self._untouched = True
+        else:
+            self._untouched = False
 
     async def _readers(self, versions: list[Kept]) -> list[int]:
         counts = await self._compute.run(self._folder.readers, [kept.stored for kept in versions])
