@@ -178,6 +178,29 @@ async def test_a_version_that_a_fast_clock_has_dated_stays_deleted(serve: Serve,
         assert served.parts.store._tombstones.covers((made.name, made.version), at)  # of a copy that comes back later
 
 
+async def test_a_deletion_of_what_is_here_takes_the_beginning_of_a_version_and_refuses_what_is_not_here(
+    serve: Serve, make: Make, fails: Fails
+) -> None:
+    made, other = make(seed=1), make(seed=2)
+
+    def delete(name: str, version: str) -> pb.DeleteRequest:
+        return pb.DeleteRequest(ref=pb.DictionaryRef(name=name, version=version), here_only=True)
+
+    async with serve() as served:
+        for one in (made, other):
+            await served.publish(one.messages(promote=True))
+        for name, version, expected in (
+            ("rules", "0" * 64, grpc.StatusCode.NOT_FOUND), ("other", "", grpc.StatusCode.NOT_FOUND),
+            ("rules", "zz", grpc.StatusCode.INVALID_ARGUMENT), ("no name", "", grpc.StatusCode.INVALID_ARGUMENT),
+        ):  # fmt: skip
+            code, text, _ = await fails(served.stub.Delete(delete(name, version)))
+            assert code is expected, text
+        answer = await served.stub.Delete(delete("rules", made.version[:12]))
+        assert {file.ref.version for file in answer.files} == {made.version}
+        assert {kept.key[1] for kept in served.parts.store.catalogue.all()} == {other.version}
+        assert {file.ref.version for file in (await served.stub.Delete(delete("rules", ""))).files} == {other.version}
+
+
 async def test_of_two_words_of_one_revision_the_shared_one_holds_and_watchers_hear_it(serve: Serve, make: Make) -> None:
     made, other = make(seed=1), make(seed=2)
     async with serve() as served:

@@ -22,7 +22,7 @@ from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.versions import Kept, Key
 from treadle.contract.checks import expect
 from treadle.contract.errors import NotFound, TreadleError, Unavailable
-from treadle.contract.version import check_name
+from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version_prefix
 
 log = logging.getLogger("asm_store")
 PROOF_BYTES_MAX = 1 << 20  # of an answer: it comes in one message
@@ -52,7 +52,10 @@ class Deleting:
         self._one_at_a_time, self._proofs = asyncio.Lock(), dict[Key, list[DeletedFile]]()  # proofs that nobody has asked for yet
 
     async def delete(self, name: str, version: str, *, here_only: bool) -> Deleted:
-        """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument, Unavailable as `_remove`."""
+        """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument, Unavailable as `_remove`.
+
+        here_only: what is kept here, and no other replica is asked
+        """
         with self._meters.measured("deletes"):
             if here_only:
                 return Deleted(
@@ -90,9 +93,18 @@ class Deleting:
         return self._tombstones.covers(kept.key, kept.stored.record.published_at_seconds)
 
     def _here(self, name: str, version: str) -> list[Key]:
-        """What another replica asks to be deleted: what is here, and what the tombstone has deleted just before the question came."""
+        """What another replica asks to be deleted: what is here, and what the tombstone has deleted just before the question came.
+
+        Raises NotFound where there is none of it here, which to that replica is no error; InvalidArgument as `Catalogue.resolve`.
+        """
+        check_name(name)
+        expect(not version or is_version_prefix(version), f"version: {VERSION_PREFIX_FORM}, got {version!r}")
         known = {*(kept.key for kept in self._catalogue.all()), *self._proofs}
-        return sorted(key for key in known if key[0] == name and version in ("", key[1]))
+        found = sorted(key for key in known if key[0] == name and key[1].startswith(version))
+        if not found and (version or not self._pointers.of(name).version):
+            raise NotFound(f"{name} {version or 'with a version or a pointer'} is not kept by replica {self._sharing.name}")
+        expect(not version or len(found) == 1, f"version: {version} is the beginning of {len(found)} versions of {name}")
+        return found
 
     def _meant(self, name: str, version: str) -> list[Key]:
         if version:
