@@ -52,7 +52,11 @@ def test_publish_list_promote_and_remove_tell_what_they_did(asm: Asm, make: Any)
     told = asm("publish", str(old.folder))
     assert f"rules {old.version[:12]}" in told
     assert '"treadle": {"prefix": "rules"}' in told
-    assert "was there already" in asm("publish", str(old.folder))
+    again = asm("publish", str(old.folder))
+    assert ("was there already" in again, "card was not taken" in again) == (True, False)
+    (old.folder / "card.json").write_text('{"seed": 5}')
+    assert "card was not taken" in asm("publish", str(old.folder))
+    assert (asm.json("publish", str(old.folder))["card_taken"], asm.json("ls", "rules")[0]["card"]) == (False, {"seed": 1})
     assert "treadle asm promote rules@" in asm("publish", str(new.folder), "--no-promote")
     lines = [line.strip() for line in asm("ls").splitlines()]
     assert [line.split()[1] for line in lines if line.startswith("rules")] == [old.version[:12], new.version[:12]]

@@ -29,10 +29,17 @@ def publish(
         published = asm.publish(folder, promote=promote, progress=report)
     stored, seconds = published.stored, time.monotonic() - begun
     if as_json:
-        print_json(stored_document(stored) | {"existed": published.existed, "seconds": round(seconds, 3)})
+        print_json(
+            stored_document(stored)
+            | {"existed": published.existed, "card_taken": published.card_taken, "seconds": round(seconds, 3)}
+        )
         return
     brought = "was there already" if published.existed else f"{size_text(stored.file_bytes)} in {seconds:.1f} s"
     print_line(f"{stored.name} {stored.version[:VERSION_DIGITS]}: {brought}")
+    if not published.card_taken:
+        print_line(
+            "its card was not taken: the version keeps the one that it came with; delete the version to publish it with another"
+        )
     if stored.current:
         print_line(
             f'it is current: requests choose it by "treadle": {{"prefix": "{stored.name}"}}, people by treadle chat --prefix {stored.name}'

@@ -59,13 +59,13 @@ class PublishMessages:
             if not (folder / name).is_file():
                 raise NotFound(f"{folder} holds no {name}, which its manifest names")
         self._total = sum((folder / name).stat().st_size for name in names)
-        self._card = _card_of(folder)
+        self.card_json = _card_of(folder)
         self._files = [self._described(name) for name in names]
 
     def __iter__(self) -> Iterator[pb.PublishRequest]:
         try:
             begin = pb.PublishBegin(
-                manifest_json=self.dictionary.to_json(), files=self._files, card_json=self._card, promote=self._promote
+                manifest_json=self.dictionary.to_json(), files=self._files, card_json=self.card_json, promote=self._promote
             )
             yield pb.PublishRequest(begin=begin)
             self._done = 0

@@ -108,10 +108,14 @@ class StoredDictionary:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What was published. existed: the store had it already, nothing was written."""
+    """What was published. existed: the store had it already, nothing was written.
+
+    card_taken: False: the folder has another card than the version that was there, which keeps its own, at every replica
+    """
 
     stored: StoredDictionary
     existed: bool
+    card_taken: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ class AsmStore:
     ) -> Published:  # fmt: skip
         """Bring a folder that `treadle asm build` wrote; once it returns, every checksum was compared.
 
-        promote: make it what its name means at once. The same content twice is one version.
+        promote: make it what its name means at once. The same content twice is one version, with the card that came first.
         Raises NotFound and InvalidArgument naming the file, field or tensor, DataLoss, ResourceExhausted.
         """
         messages = PublishMessages(folder, promote, progress)
@@ -69,7 +69,8 @@ class AsmStore:
             answer = self._endpoint.call(self._stub.Publish, iter(messages), timeout_seconds)
         except TreadleError as error:
             raise messages.failure or error from error
-        return Published(StoredDictionary.of(answer.dictionary), answer.existed)
+        card_taken = messages.card_json in (b"", answer.dictionary.card_json)
+        return Published(StoredDictionary.of(answer.dictionary), answer.existed, card_taken)
 
     def list(
         self, name: str = "", timeout_seconds: float | None = None, part_seconds: float | None = None
