@@ -124,6 +124,20 @@ def test_what_was_extended_names_its_parts_and_what_was_not_is_written_as_ever()
     assert joined.version != plain.version
 
 
+def test_a_further_chunk_says_where_it_was_read_and_is_no_prefix_by_itself() -> None:
+    whole, _ = sample()
+    whole.require_whole()
+    assert "prefix.first" not in whole.fingerprint.as_dict()
+    chunk = replace(whole, prefix=replace(whole.prefix, first=40))
+    assert chunk.to_manifest()["prefix"]["first"] == 40
+    assert Dictionary.from_json(chunk.to_json()) == chunk
+    assert chunk.version != whole.version
+    with pytest.raises(InvalidArgument, match="further chunk alone, read behind 40 tokens"):
+        chunk.require_whole()
+    with pytest.raises(InvalidArgument, match=r"prefix\.first"):
+        replace(chunk.prefix, parts=("ab" * 32, "cd" * 32))
+
+
 @pytest.mark.parametrize("length", [0, 7, 100, -1])
 def test_a_torn_file_is_refused(tmp_path: Path, length: int) -> None:
     dictionary, tensors = sample()
@@ -178,6 +192,8 @@ def test_another_model_is_refused_by_the_field_that_differs() -> None:
         (("prefix", "chunks"), [3, 4], "prefix.chunks"),
         (("prefix", "parts"), [DIGEST] * 3, "prefix.parts"),
         (("prefix", "parts"), ["ab", "cd"], "version"),
+        (("prefix", "first"), -1, "prefix.first"),
+        (("prefix", "first"), True, "prefix.first"),
         (("model", "kv_heads"), 4, "kv_heads"),
         (("schema",), "treadle.dictionary/2", "schema"),
         (("settings", "lists"), 6, "settings.lists"),

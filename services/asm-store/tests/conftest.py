@@ -104,6 +104,11 @@ class Made:
     def version(self) -> str:
         return self.dictionary.version
 
+    @property
+    def ref(self) -> pb.DictionaryRef:
+        """It, and no other version of its name."""
+        return pb.DictionaryRef(name=self.name, version=self.version)
+
     def files(self) -> list[pb.FileInfo]:
         names = [TENSORS_FILE] + ([PREFIX_KV_FILE] if self.dictionary.prefix_kv else [])
         return [_described(self.folder / name) for name in names]
@@ -172,7 +177,7 @@ def layer_tensors(dictionary: Dictionary, layer: int, chance: np.random.Generato
 
 def make_dictionary(
     folder: Path, *, name: str = "rules", seed: int = 0, keys_seed: int = 7, layers: tuple[int, ...] = (0, 2), settings: Any = None,
-    prefix_text: str = "prefix", tokens: int = 40, calibration: str = "traces", prefix_kv: bool = False,
+    prefix_text: str = "prefix", tokens: int = 40, first: int = 0, calibration: str = "traces", prefix_kv: bool = False,
     change: Callable[[Tensors], None] | None = None, model: DictionaryModel | None = None, lying: Mapping[str, str] | None = None,
 ) -> Made:  # fmt: skip
     """Write one. change: done to the numbers before they are digested; lying: tensor -> sha256 that the manifest says instead."""
@@ -197,7 +202,7 @@ def make_dictionary(
         write_tensors(folder / PREFIX_KV_FILE, {"kv": ("F32", kv)})
         kv_digest = hashlib.sha256((folder / PREFIX_KV_FILE).read_bytes()).hexdigest()
     dictionary = Dictionary(
-        name, model, layers, Prefix(digest(prefix_text), tokens, (tokens,)), Calibration(digest(calibration), 3, 60), settings,
+        name, model, layers, Prefix(digest(prefix_text), tokens, (tokens,), first=first), Calibration(digest(calibration), 3, 60), settings,
         tuple(sorted(infos.items())), kv_digest,
     )  # fmt: skip
     write_folder(folder, dictionary, tensors, json.dumps({"seed": seed}).encode())

@@ -183,12 +183,12 @@ def test_100_megabytes_are_mapped_in_milliseconds(store: Any, make: Any, plain: 
 
 
 def test_extend_makes_a_new_version_of_both(store: Any, make: Any, plain: Any) -> None:
-    base, chunk = make(settings=plain), make(name="chunk", settings=plain, seed=5, prefix_text="more", tokens=24)
+    base, chunk = make(settings=plain), make(name="chunk", settings=plain, seed=5, prefix_text="more", tokens=24, first=40)
     other, asm = make(name="other-keys", settings=plain, keys_seed=8), store.fabric.asm
     asm.publish(other.folder)
     asm.publish(base.folder)
-    asm.publish(chunk.folder)
-    extended = asm.extend(base.name, chunk.name, promote=True)
+    asm.publish(chunk.folder, promote=False)
+    extended = asm.extend(base.name, f"{chunk.name}@{chunk.version}", promote=True)
     assert extended.current
     assert extended.dictionary.prefix.tokens == 64
     assert extended.version not in (base.version, chunk.version)

@@ -135,9 +135,16 @@ def test_pins_end_by_themselves_or_by_unpin(asm: Asm, make: Any) -> None:
 
 def test_a_prefix_grows_by_a_chunk(asm: Asm, make: Any, plain: Any) -> None:
     asm("publish", str(make(settings=plain).folder))
-    asm("publish", str(make(name="chunk", settings=plain, seed=3, prefix_text="more", tokens=24).folder))
-    assert "treadle asm promote rules@" in asm("extend", "rules", "chunk")
-    document = asm.json("extend", "rules", "chunk", "--promote")
+    chunk = make(name="chunk", settings=plain, seed=3, prefix_text="more", tokens=24, first=40)
+    told, which = asm("publish", str(chunk.folder)), f"chunk@{chunk.version[:12]}"
+    assert f"treadle asm extend NAME {which}" in told
+    assert '"prefix"' not in told
+    assert "24 tokens behind 40" in asm("show", which)
+    for words in (("promote", which), ("publish", str(chunk.folder), "--promote")):
+        with pytest.raises(InvalidArgument, match="it is no prefix"):
+            asm(*words)
+    assert "treadle asm promote rules@" in asm("extend", "rules", which)
+    document = asm.json("extend", "rules", which, "--promote")
     assert (document["prefix_tokens"], document["current"]) == (64, True)
 
 

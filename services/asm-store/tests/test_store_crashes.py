@@ -99,19 +99,19 @@ def test_sigkill_while_a_version_is_extended_leaves_both_that_it_comes_from(
     start_store: StartStore, make: Make, tmp_path: Path
 ) -> None:
     folder = tmp_path / "data"
-    base, chunk = make(seed=1, settings=LARGE), make(seed=2, settings=LARGE, name="chunk", prefix_text="chunk")
+    base, chunk = make(seed=1, settings=LARGE), make(seed=2, settings=LARGE, name="chunk", prefix_text="chunk", first=40)
     with start_store(folder) as process:
         process.fabric.asm.publish(base.folder)
-        process.fabric.asm.publish(chunk.folder)
+        process.fabric.asm.publish(chunk.folder, promote=False)
         begun = time.monotonic()
-        whole = process.fabric.asm.extend("rules", "chunk", promote=False).version
+        whole = process.fabric.asm.extend("rules", f"chunk@{chunk.version}", promote=False).version
         seconds = time.monotonic() - begun
         process.fabric.asm.delete(f"rules@{whole}")
     chance = random.Random(7)
     for _ in range(3):
         with start_store(folder) as process:
             extending = threading.Thread(
-                target=lambda asm=process.fabric.asm: _quietly(lambda: asm.extend("rules", "chunk", promote=True))
+                target=lambda asm=process.fabric.asm: _quietly(lambda: asm.extend("rules", f"chunk@{chunk.version}", promote=True))
             )
             extending.start()
             extending.join(chance.uniform(0, seconds))

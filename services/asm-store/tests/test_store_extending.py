@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -101,11 +102,11 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=["F32", "I8", "BF16"])
 async def test_a_store_extends_a_version_entry_by_entry_and_leaves_it_as_it_was(serve: Serve, make: Make, case: Any) -> None:
     base = make(seed=1, settings=case, prefix_kv=True)
-    chunk = make(seed=2, settings=case, name="chunk", prefix_text="second", tokens=11)
+    chunk = make(seed=2, settings=case, name="chunk", prefix_text="second", tokens=11, first=40)
     async with serve() as served:
         for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
-        answer = await asyncio.to_thread(served.fabric.asm.extend, "rules", "chunk", promote=True)
+            await served.publish(made.messages(promote=made is base))
+        answer = await asyncio.to_thread(served.fabric.asm.extend, "rules", f"chunk@{chunk.version}", promote=True)
         opened = await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules")))
         assert opened.dictionary.ref.version == answer.version
         found = extended(base.dictionary, chunk.dictionary)
@@ -182,6 +183,52 @@ async def test_what_was_not_made_for_the_same_keys_is_refused_with_the_field(ser
             assert (code, details["treadle-field"]) == (grpc.StatusCode.FAILED_PRECONDITION, field)
 
 
+async def test_a_chunk_is_added_where_it_was_read_and_nowhere_else(serve: Serve, make: Make, fails: Fails) -> None:
+    base = make(seed=1)
+    second, third = (
+        make(seed=seed, name="chunk", prefix_text=f"chunk {seed}", tokens=11, first=first) for seed, first in ((2, 40), (3, 51))
+    )
+    whole = make(seed=4, name="whole", prefix_text="whole", tokens=11)  # read as what a prompt begins with
+    async with serve() as served:
+        for made in (base, second, third, whole):
+            await served.publish(made.messages())
+
+        def extend(one: pb.DictionaryRef, other: pb.DictionaryRef) -> Any:
+            return served.stub.Extend(pb.ExtendRequest(ref=one, chunk=other))
+
+        for chunk, found in ((third, "51"), (whole, "0")):
+            code, text, details = await fails(extend(base.ref, chunk.ref))
+            assert (code, details["treadle-field"]) == (grpc.StatusCode.FAILED_PRECONDITION, "prefix.first")
+            assert "'40, the tokens of rules: " in text
+            assert text.endswith(f"got {found}")
+        longer = (await extend(base.ref, second.ref)).dictionary.ref
+        again = make(seed=5, name="chunk", prefix_text="chunk 5", tokens=11, first=40)  # at whose positions the second stands
+        await served.publish(again.messages())
+        code, text, details = await fails(extend(longer, again.ref))
+        assert (code, details["treadle-field"]) == (grpc.StatusCode.FAILED_PRECONDITION, "prefix.first")
+        longest = (await extend(longer, third.ref)).dictionary
+        assert json.loads(longest.manifest_json)["prefix"]["chunks"] == [40, 11, 11]
+        assert "first" not in json.loads(longest.manifest_json)["prefix"]
+        code, text, _ = await fails(extend(second.ref, third.ref))
+        assert (code, "further chunk alone" in text) == (INVALID, True), text
+
+
+async def test_a_further_chunk_alone_is_never_what_a_name_means(serve: Serve, make: Make, fails: Fails) -> None:
+    base, chunk = make(seed=1), make(seed=2, prefix_text="second", tokens=11, first=40)
+    async with serve() as served:
+        await served.publish(base.messages(promote=True))
+        for call in (
+            lambda: served.publish(chunk.messages(promote=True)),
+            lambda: served.stub.Promote(pb.PromoteRequest(ref=chunk.ref)),
+        ):
+            code, text, _ = await fails(call())
+            assert (code, "read behind 40 tokens: it is no prefix" in text) == (INVALID, True), text
+        now = (await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules")))).dictionary.ref
+        assert now.version == base.version
+        with pytest.raises(InvalidArgument, match="it is no prefix"):
+            await asyncio.to_thread(served.fabric.asm.publish, chunk.folder)
+
+
 async def test_what_has_matched_keys_is_not_extended(serve: Serve, make: Make, fails: Fails) -> None:
     case = DictionarySettings(entries=16, matched_keys=4)
     async with serve() as served:
@@ -193,14 +240,15 @@ async def test_what_has_matched_keys_is_not_extended(serve: Serve, make: Make, f
 
 
 async def test_a_chunk_is_not_added_twice(serve: Serve, make: Make, fails: Fails) -> None:
-    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", tokens=11)
-    third = make(seed=3, name="third", prefix_text="third", tokens=5)
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", tokens=11, first=40)
+    third = make(seed=3, name="third", prefix_text="third")
     async with serve() as served:
         for made in (base, chunk, third):
-            await served.publish(made.messages(promote=True))
+            await served.publish(made.messages(promote=made is not chunk))
 
         def extend(name: str, by: str, *, promote: bool = False) -> Any:
-            refs = {"ref": pb.DictionaryRef(name=name), "chunk": pb.DictionaryRef(name=by)}
+            named = {"chunk": chunk.ref}
+            refs = {"ref": named.get(name, pb.DictionaryRef(name=name)), "chunk": named.get(by, pb.DictionaryRef(name=by))}
             return served.stub.Extend(pb.ExtendRequest(**refs, promote=promote))
 
         first = await extend("rules", "chunk", promote=True)
@@ -219,16 +267,14 @@ async def test_a_chunk_is_not_added_twice(serve: Serve, make: Make, fails: Fails
 async def test_what_is_deleted_before_it_is_read_is_not_found(
     serve: Serve, make: Make, fails: Fails, eventually: Callable[[Callable[[], bool], str], Awaitable[None]]
 ) -> None:
-    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", first=40)
     ref = pb.DictionaryRef(name="rules", version=base.version)
     async with serve() as served:
         for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
+            await served.publish(made.messages(promote=made is base))
         compute = served.parts.server._publishing._compute
         async with compute._long:  # a publish is being checked: there are two threads, one for long work
-            extending = asyncio.ensure_future(
-                fails(served.stub.Extend(pb.ExtendRequest(ref=ref, chunk=pb.DictionaryRef(name="chunk"))))
-            )
+            extending = asyncio.ensure_future(fails(served.stub.Extend(pb.ExtendRequest(ref=ref, chunk=chunk.ref))))
             await eventually(lambda: any(served.parts.folder.path.glob(".publishing-*")), "it waits for a thread")
             await served.stub.Delete(pb.DeleteRequest(ref=ref))
         code, text, _ = await extending
@@ -236,7 +282,7 @@ async def test_what_is_deleted_before_it_is_read_is_not_found(
 
 
 async def test_what_is_extended_stays_while_the_chunk_is_brought(serve: Serve, make: Make, monkeypatch: Any) -> None:
-    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", first=40)
     async with serve(versions_max=3) as served:
         for made in (base, chunk):
             await served.publish(made.messages())
@@ -256,12 +302,12 @@ async def test_what_is_extended_stays_while_the_chunk_is_brought(serve: Serve, m
 
 
 async def test_extending_ends_with_its_time_and_leaves_nothing(serve: Serve, make: Make, fails: Fails) -> None:
-    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", first=40)
     async with serve() as served:
         for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
+            await served.publish(made.messages(promote=made is base))
         served.parts.server._publishing._seconds_max = 1e-6
-        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk"))
+        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=chunk.ref)
         code, text, _ = await fails(served.stub.Extend(extend))
         assert (code, "publish_seconds_max" in text) == (grpc.StatusCode.DEADLINE_EXCEEDED, True), text
         assert len((await served.stub.List(pb.ListRequest())).dictionaries) == 2
@@ -269,7 +315,7 @@ async def test_extending_ends_with_its_time_and_leaves_nothing(serve: Serve, mak
 
 
 async def test_who_leaves_waits_for_one_block_and_not_for_the_whole(serve: Serve, make: Make, monkeypatch: Any) -> None:
-    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second")
+    base, chunk = make(seed=1), make(seed=2, name="chunk", prefix_text="second", first=40)
     begun, go_on, blocks = threading.Event(), threading.Event(), list[int]()
 
     def merge(*arguments: Any, **options: Any) -> Any:
@@ -281,9 +327,11 @@ async def test_who_leaves_waits_for_one_block_and_not_for_the_whole(serve: Serve
     monkeypatch.setattr("asm_store.domain.extending.merge_entries", merge)
     async with serve() as served:
         for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
+            await served.publish(made.messages(promote=made is base))
         extending = served.parts.server._extending
-        work = asyncio.create_task(extending.extend(("rules", ""), ("chunk", ""), Caller("default", admin=True), promote=False))
+        work = asyncio.create_task(
+            extending.extend(("rules", ""), ("chunk", chunk.version), Caller("default", admin=True), promote=False)
+        )
         assert await asyncio.to_thread(begun.wait, 20)
         work.cancel()
         await asyncio.sleep(0.05)  # it has heard of it, and waits for its thread

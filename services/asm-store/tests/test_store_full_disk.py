@@ -110,13 +110,13 @@ async def test_nothing_is_evicted_for_what_a_full_disk_cannot_describe(
 async def test_a_full_disk_refuses_a_publish_and_an_extend(serve: Serve, small_disk: Path, make: Make, fails: Fails) -> None:
     base, chunk, small = (
         make(seed=1, settings=LARGE),
-        make(seed=2, settings=LARGE, name="chunk", prefix_text="second"),
+        make(seed=2, settings=LARGE, name="chunk", prefix_text="second", first=40),
         make(seed=3),
     )
     async with serve() as served:
         for made in (base, chunk):
-            await served.publish(made.messages(promote=True))
-        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=pb.DictionaryRef(name="chunk"))
+            await served.publish(made.messages(promote=made is base))
+        extend = pb.ExtendRequest(ref=pb.DictionaryRef(name="rules"), chunk=chunk.ref)
         for call in (served.stub.Extend(extend), served.publish(make(seed=4, settings=LARGE).messages())):
             code, text, _ = await fails(call)
             assert (code, "no room for it on its file system" in text) == (FULL, True), text

@@ -258,6 +258,10 @@ def test_a_dictionary_of_another_model_is_refused_by_its_narrowest_field(
     tight = PrefixOpener(lambda: mine, 31, map_prefix_kv)
     with pytest.raises(PrefixMisfit, match=r"prefix\.tokens"):
         tight.check(kept.model)
+    opener = PrefixOpener(lambda: mine, tiny.config.positions_max, map_prefix_kv)
+    opener.check(kept.model)
+    with pytest.raises(PrefixMisfit, match=r"is none to answer behind: .*'prefix\.first'.*further chunk.*got 40"):
+        opener.check(replace(kept.model, prefix=replace(kept.model.prefix, first=40)))
 
 
 def test_what_is_not_there_is_named_with_what_is(fake_store: Any, prefix_catalogues: Make, made: Callable[..., Path]) -> None:

@@ -139,12 +139,14 @@ class Prefix:
     digest: sha256 of its token ids, int32 little-endian; of one that was extended, of the digests that were joined
     chunks: tokens of each part that was encoded by itself, in order; one: the whole prefix at once
     parts:  of one that was extended: the digests of what it was put together from, in order; empty: it was built so
+    first:  position of its first token; above 0: a further chunk, read behind so many tokens, which is no prefix by itself
     """
 
     digest: str
     tokens: int
     chunks: tuple[int, ...]
     parts: tuple[str, ...] = ()
+    first: int = 0
 
     def __post_init__(self) -> None:
         check_version(self.digest)
@@ -157,6 +159,8 @@ class Prefix:
         expect(len(self.parts) <= len(self.chunks), f"prefix.parts: at most the {len(self.chunks)} chunks, got {len(self.parts)}")
         for part in self.parts:
             check_version(part)
+        expect(is_int(self.first, 0, TOKENS_MAX), f"prefix.first: 0 or more, got {self.first!r}")
+        expect(not (self.first and self.parts), f"prefix.first: 0 of what was extended, got {self.first!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +330,14 @@ class Dictionary:
         """D, numbers of a lookup key."""
         return self.entry_heads * self.model.head_dim
 
+    def require_whole(self) -> None:
+        """Raise InvalidArgument where it stands for a further chunk alone, behind which no request can be answered."""
+        expect(
+            not self.prefix.first,
+            f"{self.name} {self.version} stands for a further chunk alone, read behind {self.prefix.first} tokens: it is no prefix; "
+            "`treadle asm extend` adds it to the version that it was built for",
+        )
+
     def tensor_shapes(self) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
         """(name, (dtype, shape)) of every tensor, as the module says."""
         settings, model, rows = self.settings, self.model, str(self.settings.dtype)
@@ -364,7 +376,7 @@ class Dictionary:
     def fingerprint(self) -> Fingerprint:
         """What it depends on, field by field."""
         fields: dict[str, object] = dict(self.model.fingerprint)
-        fields |= {f"prefix.{name}": value for name, value in asdict(self.prefix).items() if name != "parts" or value}
+        fields |= {f"prefix.{name}": value for name, value in asdict(self.prefix).items() if name not in _SELDOM or value}
         fields |= {f"calibration.{name}": value for name, value in asdict(self.calibration).items()}
         fields |= {f"settings.{name}": value for name, value in asdict(self.settings).items()}
         return Fingerprint.of(fields | {"layers": self.layers, "version": self.version})
@@ -372,8 +384,7 @@ class Dictionary:
     def to_manifest(self) -> dict[str, Any]:
         """The manifest as JSON values."""
         prefix = asdict(self.prefix) | {"chunks": list(self.prefix.chunks), "parts": list(self.prefix.parts)}
-        if not self.prefix.parts:
-            del prefix["parts"]  # so that what was never extended keeps its version
+        prefix = {name: value for name, value in prefix.items() if name not in _SELDOM or value}
         manifest: dict[str, Any] = {
             "schema": SCHEMA, "name": self.name, "model": asdict(self.model), "layers": list(self.layers), "prefix": prefix,
             "calibration": asdict(self.calibration), "settings": {key: _plain(value) for key, value in asdict(self.settings).items()},
@@ -403,7 +414,7 @@ class Dictionary:
         """Read a manifest from JSON values. Raises InvalidArgument naming the field that is missing, unknown or wrong."""
         fields = object_fields("manifest", manifest, _REQUIRED, {"prefix_kv"})
         expect(fields["schema"] == SCHEMA, f"schema: {SCHEMA} expected, got {fields['schema']!r}")
-        prefix = _part(fields, "prefix", Prefix, optional={"parts"})
+        prefix = _part(fields, "prefix", Prefix, optional=_SELDOM)
         try:
             return cls(
                 name=fields["name"],
@@ -420,6 +431,7 @@ class Dictionary:
 
 
 _REQUIRED = {"schema", "name", "model", "layers", "prefix", "calibration", "settings", "tensors"}
+_SELDOM = frozenset({"parts", "first"})  # of a prefix; not written where there are none, so that versions stay what they were
 _WORDS: Mapping[str, type[StrEnum]] = {
     "key": KeyMode, "grouping": Grouping, "aggregation": Aggregation, "chunk_merge": ChunkMerge, "positions": Positions,
     "dtype": RowDtype,

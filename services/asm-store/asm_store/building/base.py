@@ -39,8 +39,10 @@ class Base:
     def require(self, recipe: Recipe, model: DictionaryModel) -> None:
         """Raise FingerprintMismatch, naming the field, unless a further chunk can be built by `recipe` with `model`.
 
-        InvalidArgument for a base with matched keys: its entries are of one prefix, and do not add up with those of another chunk.
+        InvalidArgument for a base with matched keys: its entries are of one prefix, and do not add up with those of another chunk;
+        and for one that is a further chunk itself.
         """
+        self.dictionary.require_whole()
         expect(
             not self.dictionary.settings.matched_keys,
             f"{self.dictionary.name}: made with matched keys, which no further chunk can be added to; build it anew with --matched-keys 0",

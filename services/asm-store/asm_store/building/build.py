@@ -134,12 +134,11 @@ class Build:
 
     def _encode(self) -> SequenceKV:
         order, tokens = self.order, len(self.order.prefix)
-        first = 0 if self._base is None else self._base.dictionary.prefix.tokens
         return encode(
             self.model,
             order.prefix,
             order.recipe.chunks(tokens),
-            first,
+            self._first,
             lambda done: self._tell("reading the prefix", done, tokens),
         )
 
@@ -197,7 +196,7 @@ class Build:
         kv_digest = write_prefix_kv(out, self._work.path / "kv.npy", self.model, exact) if recipe.keep_prefix_kv else None
         stored = {tensor_name(layer, part): of for layer in self._layers for part, of in self._work.layer(layer).items()}
         dictionary = Dictionary(
-            recipe.name, self.made_for, self._layers, Prefix(digest_of(order.prefix), tokens, chunks),
+            recipe.name, self.made_for, self._layers, Prefix(digest_of(order.prefix), tokens, chunks, first=self._first),
             Calibration(traces.learnt_digest, len(traces.learnt), traces.learnt_tokens), recipe.settings,
             tuple((name, tensor_info(array, dtype)) for name, (dtype, array) in sorted(stored.items())), kv_digest,
         )  # fmt: skip
@@ -258,7 +257,12 @@ class Build:
     def _before(self, prefix: SequenceKV) -> Before:
         if self._base is None:
             return Before(prefix.length, shared=prefix)
-        return Before(self._base.dictionary.prefix.tokens + prefix.length, shared=prefix, memory=self._base.memory)
+        return Before(self._first + prefix.length, shared=prefix, memory=self._base.memory)
+
+    @property
+    def _first(self) -> int:
+        """Where the prefix's first token stands: behind what the base stands for."""
+        return 0 if self._base is None else self._base.dictionary.prefix.tokens
 
     def _chosen_layers(self) -> tuple[int, ...]:
         if self._base is not None:

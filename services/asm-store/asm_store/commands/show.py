@@ -85,9 +85,10 @@ def _lines(dictionary: Dictionary, card: Mapping[str, Any]) -> list[tuple[str, s
     whitened, lists = ", whitened" if settings.whitened else "", f", {settings.lists} lists" if settings.lists else ""
     made_for = card.get("model", {}).get("name") or model.digest[:VERSION_DIGITS]
     chunks = f" in {len(dictionary.prefix.chunks)} chunks ({settings.chunk_merge})" if len(dictionary.prefix.chunks) > 1 else ""
+    behind = f" behind {dictionary.prefix.first:,}, a further chunk" if dictionary.prefix.first else ""
     lines = [
         ("dictionary", f"{dictionary.name} {dictionary.version[:VERSION_DIGITS]}, for {made_for}"),
-        ("prefix", f"{dictionary.prefix.tokens:,} tokens{chunks}" + (f"; {card['source']}" if card.get("source") else "")),
+        ("prefix", f"{dictionary.prefix.tokens:,} tokens{behind}{chunks}" + (f"; {card['source']}" if card.get("source") else "")),
         ("calibration", f"{calibration.traces:,} traces, {calibration.tokens:,} tokens{_held_out(card)}"),
         ("entries", f"{settings.entries:,} in {_of(dictionary.codebooks, 'codebook')} of {len(dictionary.layers)} of {model.layers} layers{lists}"),
         ("keys", f"{settings.key}{whitened}, {dictionary.entry_heads} heads joined, {dictionary.lookups} lookups a token and codebook"),

@@ -107,7 +107,8 @@ def extend(
     chunk: Annotated[
         str,
         typer.Argument(
-            metavar="CHUNK[@VERSION]", help="Dictionary of the further chunk, published before, made for the same keys."
+            metavar="CHUNK@VERSION",
+            help="Dictionary of the further chunk, published before, built with --extend-from the version that it extends.",
         ),
     ],
     promote: Annotated[

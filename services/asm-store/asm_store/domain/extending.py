@@ -51,8 +51,8 @@ class Extending:
         """The new version. base, chunk: name and version, as `Bringing.bring` takes them.
 
         Raises FingerprintMismatch naming the field in which the two differ, Overtaken where the name means another version than
-        `base` and `promote` is asked for, InvalidArgument for a chunk that `base` stands for already, NotFound for what is deleted before it
-        begins to read, and what Publish raises of room and quotas.
+        `base` and `promote` is asked for, InvalidArgument for a chunk that `base` stands for already or a `base` that is a chunk itself,
+        NotFound for what is deleted before it begins to read, and what Publish raises of room and quotas.
         """
         with self._meters.measured("extends"), self._publishing.turns.turn():
             await ask_may_change(self._catalogue, caller, base[0])
@@ -72,6 +72,7 @@ class Extending:
                 f"{one.key[0]} means {self._pointers.of(one.key[0]).version or 'nothing'}, {one.key[1]} is to be extended"
             )
         check_new(one.stored.dictionary, other.stored.dictionary)
+        check_place(one.stored.dictionary, other.stored.dictionary)
         return await self._publishing.make(
             lambda check, folder: _announce(check, folder, one.stored, other.stored, caller.tenant), caller, one.stored.file_bytes
         )
@@ -104,6 +105,16 @@ def check_new(base: Dictionary, chunk: Dictionary) -> None:
         f"chunk: {chunk.name} {chunk.version} is in {base.name} {base.version} already (prefix {', '.join(sorted(twice)[:3])}); "
         "extend the version from before, or by another chunk",
     )
+
+
+def check_place(base: Dictionary, chunk: Dictionary) -> None:
+    """Whether the chunk was read right behind `base`: its keys were turned for where they stood. Raises FingerprintMismatch, InvalidArgument."""
+    base.require_whole()
+    if chunk.prefix.first != base.prefix.tokens:
+        expected = (
+            f"{base.prefix.tokens}, the tokens of {base.name}: a chunk is built with --extend-from the version that it extends"
+        )
+        raise FingerprintMismatch("prefix.first", expected, chunk.prefix.first)
 
 
 def extended(base: Dictionary, chunk: Dictionary) -> Dictionary:

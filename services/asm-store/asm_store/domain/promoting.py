@@ -17,11 +17,12 @@ class Promoting:
         self._catalogue, self._pointers, self._tombstones = catalogue, pointers, tombstones
 
     async def promote(self, kept: Kept, expected: str | None, caller: Caller) -> Pointer:
-        """Let its name mean it. Raises as `Pointers.promote`, AccessDenied, and NotFound for what was deleted meanwhile.
+        """Let its name mean it. Raises as `Pointers.promote`, AccessDenied, InvalidArgument for a further chunk alone, and NotFound for what was deleted meanwhile.
 
         A deletion writes its tombstone before it clears the pointer: of the two that happen at once, one sees the other. What is refused
         at the flip leaves the pointer as it is.
         """
+        kept.stored.dictionary.require_whole()
 
         def check() -> None:
             check_may_change(self._catalogue, caller, kept.key[0])

@@ -256,7 +256,9 @@ def test_a_further_chunk_has_its_bases_keys_and_its_own_states(
         for part in ("keys", "key_scales", "list_keys", "list_starts"):
             assert after[tensor_name(layer, part)].sha256 == before[tensor_name(layer, part)].sha256
         assert after[tensor_name(layer, "states")].sha256 != before[tensor_name(layer, "states")].sha256
-    assert dictionary.prefix.tokens == 16
+    assert (dictionary.prefix.first, dictionary.prefix.tokens) == (40, 16)
+    with pytest.raises(InvalidArgument, match="further chunk alone, read behind 40 tokens"):
+        Build(order(out=tmp_path / "behind", base=further.out, lists=4), model=tiny)
     assert json.loads((further.out / "card.json").read_text())["base"] == read_manifest(base.out).version
 
 

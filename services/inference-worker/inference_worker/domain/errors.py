@@ -24,10 +24,11 @@ class Draining(Unavailable):
 
 
 class PrefixMisfit(FingerprintMismatch):
-    """The dictionary of a prefix was made with another language model; `field` says in what they differ."""
+    """The dictionary of a prefix was made with another language model, or nothing can be answered behind it; `field` says why."""
 
     def __init__(self, name: str, cause: FingerprintMismatch) -> None:
-        self.args = (f"prefix {name!r} was made with another language model: {cause}",)
+        why = "was made with another language model" if cause.field.startswith("model.") else "is none to answer behind"
+        self.args = (f"prefix {name!r} {why}: {cause}",)
         self.field = cause.field
 
 

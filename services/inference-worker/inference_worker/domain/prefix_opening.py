@@ -53,12 +53,14 @@ class PrefixOpener:
         return self.language_model().fingerprint
 
     def check(self, dictionary: Dictionary) -> None:
-        """Raise PrefixMisfit, naming the field, for a dictionary that was not made with this language model or leaves no positions."""
+        """Raise PrefixMisfit, naming the field, for a dictionary that was not made with this language model, leaves no positions or is of a further chunk alone."""
         expected, made_with = self.fingerprint.as_dict(), dictionary.model.fingerprint
         whole = {WHOLE_MODEL: expected.pop(WHOLE_MODEL)}
         try:
             made_with.require(expected)
             made_with.require(whole)
+            if dictionary.prefix.first:
+                raise FingerprintMismatch("prefix.first", "0, for a further chunk alone is no prefix", dictionary.prefix.first)
             if dictionary.prefix.tokens + OWN_TOKENS_MIN > self.positions_max:
                 raise FingerprintMismatch(
                     "prefix.tokens", f"at most {self.positions_max - OWN_TOKENS_MIN}", dictionary.prefix.tokens

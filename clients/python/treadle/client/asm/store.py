@@ -61,10 +61,13 @@ class AsmStore:
     ) -> Published:  # fmt: skip
         """Bring a folder that `treadle asm build` wrote; once it returns, every checksum was compared.
 
-        promote: make it what its name means at once. The same content twice is one version, with the card that came first.
+        promote: make it what its name means at once; not of a further chunk. The same content twice is one version, with the card
+            that came first.
         Raises NotFound and InvalidArgument naming the file, field or tensor, DataLoss, ResourceExhausted.
         """
         messages = PublishMessages(folder, promote, progress)
+        if promote:
+            messages.dictionary.require_whole()  # before its bytes travel
         try:
             answer = self._endpoint.call(self._stub.Publish, iter(messages), timeout_seconds)
         except TreadleError as error:
@@ -176,7 +179,7 @@ class AsmStore:
     def extend(
         self, ref: Ref | str, chunk: Ref | str, *, promote: bool = False, timeout_seconds: float = EXTEND_SECONDS_MAX
     ) -> StoredDictionary:
-        """Merge the dictionary of a further chunk, published before and made for the same keys, into a version: a new version.
+        """Merge the dictionary of a further chunk, published before and built for this version, into it: a new version.
 
         promote: make it what the name means, if that still is the one that was extended
         Raises FingerprintMismatch naming what differs between the two, Overtaken.

@@ -645,7 +645,7 @@ class PromoteRequest(_message.Message):
     """The version that it must mean now, else ABORTED; absent: whatever it means; empty: none yet."""
     @_builtins.property
     def ref(self) -> Global___DictionaryRef:
-        """The version that the name is to mean, full or its beginning."""
+        """The version that the name is to mean, full or its beginning; never one of a further chunk alone."""
 
     def __init__(
         self,
@@ -1031,7 +1031,7 @@ class ExtendRequest(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___DictionaryRef:
-        """The dictionary of the further chunk, published before: same model, settings and keys, else FAILED_PRECONDITION naming what differs."""
+        """The dictionary of the further chunk, published before: same model, settings and keys, read right behind `ref`, else FAILED_PRECONDITION naming what differs."""
 
     def __init__(
         self,
