@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from asm_store.building.card import CARD_SCHEMA
 from asm_store.commands import app
 from asm_store.commands.calling import seconds_of
 from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError, Unavailable
+from treadle.contract.dictionary_card import CARD_SCHEMA
 
 NARROW = {"COLUMNS": "80"}
 
@@ -96,6 +96,50 @@ def test_a_version_in_a_store_is_shown_as_its_folder_is(asm: Asm, make: Any) -> 
         asm("show", "unknown")
     with pytest.raises(NotFound, match="treadle asm build"):
         asm("show", "./rules")
+
+
+@pytest.mark.parametrize(
+    ("fields", "unknown", "named"),
+    [
+        ({"fit": {"0": {"agreement": 1}}, "fidelity": {"dictionary": {"agreement": 0.5}}}, 6, ""),  # as of another release
+        ({"fit": {"0": 3, "2": {"median": "high", "percent1": 10**400}}}, 4, "fit.0, fit.2.median, fit.2.percent1"),
+        (
+            {"fit": [1], "fidelity": "good", "model": 3, "source": ["a"], "calibration": 1},
+            0,
+            "fit, fidelity, model, source, calibration",
+        ),
+        (
+            {"fidelity": {"x": {"kl": True, "tokens": -1}, "y": 0}, "fit_on": {}},
+            6,
+            "fidelity.x.kl, fidelity.x.tokens, fidelity.y, fit_on",
+        ),
+        ({"calibration": {"held_out_traces": "many", "written_by_the_model": 1}}, 0, "calibration.written_by_the_model"),
+    ],
+)
+def test_a_card_of_any_shape_is_shown_as_far_as_it_is_one(
+    asm: Asm, make: Any, fields: dict[str, Any], unknown: int, named: str
+) -> None:
+    made = make()
+    (made.folder / "card.json").write_text(json.dumps({"schema": CARD_SCHEMA} | fields))
+    asm("publish", str(made.folder))
+    for what in ("rules", str(made.folder)):
+        shown = asm("show", what)
+        assert "40 tokens" in shown
+        assert (f"not as a builder writes it: {named}" in " ".join(shown.split())) is bool(named), shown
+        assert shown.count("unknown") == unknown, shown
+        assert asm.json("show", what)["card"] == {"schema": CARD_SCHEMA} | fields
+
+
+def test_nothing_that_a_terminal_would_obey_is_shown_of_a_card(asm: Asm, make: Any) -> None:
+    made, bad = make(), "a\x1b[31mb\x07c\x9bd\u202ee\nf\ud800g"
+    card = {"schema": CARD_SCHEMA, "source": bad, "model": {"name": bad}, "fit_on": bad, "fidelity": {bad: {"kl": bad}}}
+    (made.folder / "card.json").write_text(json.dumps(card | {"calibration": {bad: 1}}))
+    asm("publish", str(made.folder))
+    shown = asm("show", "rules")
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert "a\ufffd[31mb\ufffdc\ufffdd\ufffde f\ufffdg" in shown
+    (made.folder / "card.json").write_text(json.dumps(card | {"source": "long " * 5000}))
+    assert len(asm("show", str(made.folder))) < 10_000
 
 
 def test_a_folder_that_is_not_there_is_said_beside_what_the_store_says(asm: Asm) -> None:

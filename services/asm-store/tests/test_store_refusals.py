@@ -215,6 +215,7 @@ async def test_an_announcement_is_refused_before_its_bytes_are_read(serve: Serve
             ({"manifest_json": changed(name="../up")}, "name"),
             ({"manifest_json": json.dumps(manifest).encode()}, "canonical"),
             ({"card_json": b"[1]"}, "card_json"),
+            ({"card_json": b'{"a":' * 40 + b"1" + b"}" * 40}, "nested deeper than 32"),
             ({"card_json": b"{" + b" " * (300 << 10) + b"}"}, "card_json"),
             ({"files": files[:1]}, "files"),
             ({"files": files[::-1]}, "files"),
@@ -224,7 +225,7 @@ async def test_an_announcement_is_refused_before_its_bytes_are_read(serve: Serve
         ):
             code, text = await refused(served, fails, [made.begin(**fields)])
             assert (code, words in text) == (INVALID, True), text
-        assert served.metric("publishes_total", outcome="refused") == 12  # the last one was no announcement at all
+        assert served.metric("publishes_total", outcome="refused") == 13  # the last one was no announcement at all
 
 
 @pytest.mark.parametrize(

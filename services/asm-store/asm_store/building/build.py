@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from asm_store.building.artifact import HELD_OUT_TOKENS_MIN, Share, extend_layer, make_layer
 from asm_store.building.base import Base
-from asm_store.building.card import CARD_SCHEMA, read_card, sizes
+from asm_store.building.card import read_card, sizes
 from asm_store.building.chat import known_chat_wrap
 from asm_store.building.codebooks import LayerSamples
 from asm_store.building.collection import Collection, positions_of
@@ -35,6 +35,7 @@ from asm_store.building.traces import Trace, Traces, split
 from asm_store.building.work_folder import VERSION, WorkFolder
 from treadle.chassis.interrupts import interrupts_held
 from treadle.contract.dictionary import Calibration, ChunkMerge, Dictionary, Prefix, RowDtype, tensor_name
+from treadle.contract.dictionary_card import CARD_SCHEMA, fit_of
 from treadle.contract.dictionary_file import read_manifest, tensor_info, write_folder
 from treadle.contract.errors import InvalidArgument
 from treadle.nn.kv import SequenceKV
@@ -234,7 +235,7 @@ class Build:
     def _card(
         self, dictionary: Dictionary, tensors: Mapping[str, NDArray[Any]], traces: Traces, fidelity: dict[str, Any] | None
     ) -> dict[str, Any]:
-        order, quantiles = self.order, {layer: tensors[tensor_name(layer, "cosine_quantiles")] for layer in self._layers}
+        order = self.order
         held_out_tokens = traces.tokens - traces.learnt_tokens
         return {
             "schema": CARD_SCHEMA, "name": dictionary.name, "version": dictionary.version, "source": order.source,
@@ -246,8 +247,7 @@ class Build:
                 "held_out_tokens": held_out_tokens, "written_by_the_model": bool(order.recipe.self_traces),
             },
             "sizes": sizes(dictionary),
-            # Of the worst codebook of each layer.
-            "fit": {str(layer): {"median": round(float(of[:, 50].min()), 4), "percent1": round(float(of[:, 1].min()), 4)} for layer, of in quantiles.items()},
+            "fit": fit_of(dictionary, tensors),
             "fit_on": "held-out traces" if held_out_tokens >= HELD_OUT_TOKENS_MIN else "the calibration itself",
             "fidelity": fidelity,
             "seconds": {name: round(seconds, 2) for name, seconds in self._seconds.items()},

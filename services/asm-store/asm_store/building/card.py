@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from treadle.contract.dictionary import ITEM_BYTES, Dictionary
+from treadle.contract.dictionary_card import CARD_SCHEMA
 from treadle.contract.dictionary_file import CARD_BYTES_MAX, CARD_FILE
 from treadle.contract.errors import DataLoss
 from treadle.contract.lookup_settings import LISTS_PROBED
 
-CARD_SCHEMA = "treadle.dictionary-card/1"
 KV_ITEM_BYTES = 2  # a number of a prefix KV in bf16, as most engines keep it
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asm_store.building.card import read_card
+from asm_store.building.card_reading import CardRead
 from asm_store.commands.building import CORES, Chat, Threads, load_builder, model_at, working, wrap_for
 from asm_store.commands.calling import Json
 from asm_store.commands.terminal import print_json, print_table
@@ -46,7 +47,7 @@ def evaluate(
     from treadle.nn.model_identity import dictionary_model
 
     opened = Base.open(folder)
-    named = model or str(read_card(folder).get("model", {}).get("name", ""))
+    named = model or CardRead.of(read_card(folder), ()).model
     if not named:
         raise InvalidArgument(f"{folder}: its card names no model; say which with --model")
     model_folder, _ = model_at(named)

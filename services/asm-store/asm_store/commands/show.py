@@ -8,16 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asm_store.building.card import CARD_SCHEMA, read_card, sizes
+from asm_store.building.card import read_card, sizes
+from asm_store.building.card_reading import CardRead
 from asm_store.commands.calling import DEFAULT_STORE, Json, KeyFile, Store, TlsClient, TlsRoots, store_at
 from asm_store.commands.terminal import VERSION_DIGITS, print_json, print_table, size_text
 from treadle.contract.dictionary import Dictionary
+from treadle.contract.dictionary_card import CARD_SCHEMA
 from treadle.contract.dictionary_file import PREFIX_KV_FILE, read_manifest
 from treadle.contract.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
 if TYPE_CHECKING:
     from treadle.client.asm import StoredDictionary
 
+UNKNOWN, UNKNOWN_MAX = "unknown", 5  # fields of a card that are named
 What = Annotated[
     str,
     typer.Argument(
@@ -71,24 +74,24 @@ def _document(dictionary: Dictionary, card: Mapping[str, Any]) -> dict[str, Any]
 
 def print_card(dictionary: Dictionary, card: Mapping[str, Any]) -> None:
     """A dictionary for people: what it is, then a line for each layer."""
-    print_table(("", " "), _lines(dictionary, card), empty="")
-    fit = card.get("fit", {})
+    read = CardRead.of(card, dictionary.layers)
+    print_table(("", " "), _lines(dictionary, read), empty="")
     print_table(
         ("layer", "median cosine", "1 % cosine"),
-        [(layer, f"{of['median']:.3f}", f"{of['percent1']:.3f}") for layer, of in fit.items()],
-        empty="no card beside it: nothing is known of its fit",
+        [(str(layer), _figure(median), _figure(percent1)) for layer, median, percent1 in read.fit],
+        empty="its card says nothing of its fit" if card else "no card beside it: nothing is known of its fit",
     )
 
 
-def _lines(dictionary: Dictionary, card: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _lines(dictionary: Dictionary, card: CardRead) -> list[tuple[str, str]]:
     settings, model, calibration, size = dictionary.settings, dictionary.model, dictionary.calibration, sizes(dictionary)
     whitened, lists = ", whitened" if settings.whitened else "", f", {settings.lists} lists" if settings.lists else ""
-    made_for = card.get("model", {}).get("name") or model.digest[:VERSION_DIGITS]
+    made_for = card.model or model.digest[:VERSION_DIGITS]
     chunks = f" in {len(dictionary.prefix.chunks)} chunks ({settings.chunk_merge})" if len(dictionary.prefix.chunks) > 1 else ""
     behind = f" behind {dictionary.prefix.first:,}, a further chunk" if dictionary.prefix.first else ""
     lines = [
         ("dictionary", f"{dictionary.name} {dictionary.version[:VERSION_DIGITS]}, for {made_for}"),
-        ("prefix", f"{dictionary.prefix.tokens:,} tokens{behind}{chunks}" + (f"; {card['source']}" if card.get("source") else "")),
+        ("prefix", f"{dictionary.prefix.tokens:,} tokens{behind}{chunks}" + (f"; {card.source}" if card.source else "")),
         ("calibration", f"{calibration.traces:,} traces, {calibration.tokens:,} tokens{_held_out(card)}"),
         ("entries", f"{settings.entries:,} in {_of(dictionary.codebooks, 'codebook')} of {len(dictionary.layers)} of {model.layers} layers{lists}"),
         ("keys", f"{settings.key}{whitened}, {dictionary.entry_heads} heads joined, {dictionary.lookups} lookups a token and codebook"),
@@ -98,20 +101,26 @@ def _lines(dictionary: Dictionary, card: Mapping[str, Any]) -> list[tuple[str, s
         ("traffic", f"{size_text(size['read_bytes'])} a step: {size['read_share']:.0%} of it"),
         ("prefix KV", "kept beside it" if dictionary.prefix_kv else "not kept"),
     ]  # fmt: skip
-    for name, figures in (card.get("fidelity") or {}).items():
+    for of in card.fidelity:
+        tokens = UNKNOWN if of.tokens is None else f"{of.tokens:,}"
         lines.append(
-            (
-                f"with {name}",
-                f"agreement {figures['agreement']:.3f}, KL {figures['kl']:.3f} nats a token (held out, {figures['tokens']:,} tokens)",
-            )
+            (f"with {of.name}", f"agreement {_figure(of.agreement)}, KL {_figure(of.kl)} nats a token (held out, {tokens} tokens)")
         )
-    return [*lines, ("fit", f"on {card['fit_on']}")] if "fit_on" in card else lines
+    if card.fit_on:
+        lines.append(("fit", f"on {card.fit_on}"))
+    if card.unknown:
+        more = f" and {len(card.unknown) - UNKNOWN_MAX} more" if len(card.unknown) > UNKNOWN_MAX else ""
+        lines.append(("card", f"not as a builder writes it: {', '.join(card.unknown[:UNKNOWN_MAX])}{more}"))
+    return lines
 
 
-def _held_out(card: Mapping[str, Any]) -> str:
-    calibration = card.get("calibration", {})
-    wrote = ", written by the model itself" if calibration.get("written_by_the_model") else ""
-    return f"{wrote}; {calibration['held_out_traces']} traces held out" if calibration.get("held_out_traces") else wrote
+def _held_out(card: CardRead) -> str:
+    wrote = ", written by the model itself" if card.written_by_the_model else ""
+    return f"{wrote}; {card.held_out_traces:,} traces held out" if card.held_out_traces else wrote
+
+
+def _figure(number: float | None) -> str:
+    return UNKNOWN if number is None else f"{number:.3f}"
 
 
 def _of(count: int, noun: str) -> str:

@@ -46,6 +46,7 @@ NUMBER_MAX = {
     "matched_biases": 1e4,
 }  # in fp32, what a model makes of them has a finite square
 PREFIX_KV_MAX = 1e7
+CARD_DEPTH_MAX = 32  # objects and lists within each other; builders write three: whoever prints a card goes down as far
 PREFIX_KV_TENSOR = "kv"
 Array = NDArray[Any]
 
@@ -174,6 +175,15 @@ def _check_card(card_json: bytes) -> None:
         except (ValueError, RecursionError) as error:
             raise InvalidArgument(f"card_json: not JSON: {error}") from error
         expect(isinstance(card, dict), "card_json: a JSON object expected")
+        level = [card]
+        for _ in range(CARD_DEPTH_MAX):
+            level = [
+                part
+                for whole in level
+                for part in (whole.values() if isinstance(whole, dict) else whole)
+                if isinstance(part, dict | list)
+            ]
+        expect(not level, f"card_json: nested deeper than {CARD_DEPTH_MAX}")
 
 
 def _check_quantiles(name: str, found: Mapping[str, Array]) -> None:

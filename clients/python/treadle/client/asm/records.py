@@ -232,7 +232,7 @@ def _card(text: bytes) -> dict[str, Any]:
         return {}
     try:
         card = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataLoss(f"card: not JSON: {error}") from error
     if not isinstance(card, dict):
         raise DataLoss(f"card: an object expected, got {type(card).__name__}")
