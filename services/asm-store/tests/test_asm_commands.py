@@ -178,7 +178,9 @@ def test_pins_end_by_themselves_or_by_unpin(asm: Asm, make: Any) -> None:
 
 
 def test_a_prefix_grows_by_a_chunk(asm: Asm, make: Any, plain: Any) -> None:
-    asm("publish", str(make(settings=plain).folder))
+    base = make(settings=plain)
+    (base.folder / "card.json").write_text(json.dumps({"schema": CARD_SCHEMA, "model": {"name": "some-model"}}))
+    asm("publish", str(base.folder))
     chunk = make(name="chunk", settings=plain, seed=3, prefix_text="more", tokens=24, first=40)
     told, which = asm("publish", str(chunk.folder)), f"chunk@{chunk.version[:12]}"
     assert f"treadle asm extend NAME {which}" in told
@@ -190,6 +192,12 @@ def test_a_prefix_grows_by_a_chunk(asm: Asm, make: Any, plain: Any) -> None:
     assert "treadle asm promote rules@" in asm("extend", "rules", which)
     document = asm.json("extend", "rules", which, "--promote")
     assert (document["prefix_tokens"], document["current"]) == (64, True)
+    shown = asm("show", "rules")
+    for part in (f"of {base.version[:12]}, {chunk.version[:12]}", "for some-model", "on what its parts were measured on"):
+        assert part in shown, shown
+    median = float(base.tensors["layers.0.cosine_quantiles"][:, 50].min())  # the same traces looked at both
+    assert asm.json("show", "rules")["card"]["fit"]["0"]["median"] == pytest.approx(median, abs=1e-4)
+    assert f"{median:.3f}" in shown
 
 
 def test_status_tells_room_and_replica(asm: Asm, make: Any) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from treadle.client.asm import StoredDictionary
 
 UNKNOWN, UNKNOWN_MAX = "unknown", 5  # fields of a card that are named
+PARTS_MAX = 2  # of a version that a store extended
 What = Annotated[
     str,
     typer.Argument(
@@ -101,6 +102,8 @@ def _lines(dictionary: Dictionary, card: CardRead) -> list[tuple[str, str]]:
         ("traffic", f"{size_text(size['read_bytes'])} a step: {size['read_share']:.0%} of it"),
         ("prefix KV", "kept beside it" if dictionary.prefix_kv else "not kept"),
     ]  # fmt: skip
+    if card.parts:
+        lines.append(("put together", f"of {', '.join(part[:VERSION_DIGITS] for part in card.parts[:PARTS_MAX])}"))
     for of in card.fidelity:
         tokens = UNKNOWN if of.tokens is None else f"{of.tokens:,}"
         lines.append(

@@ -56,8 +56,9 @@ def check_announcement(manifest_json: bytes, files: Sequence[FileInfo], card_jso
     dictionary = Dictionary.from_json(manifest_json)
     expect(dictionary.to_json() == manifest_json, "manifest_json: not canonical JSON (sorted keys, no spaces, UTF-8)")
     _check_card(card_json)
-    words = len(manifest_json) + len(card_json) + TENSOR_WORDS_BYTES * len(dictionary.tensors)
-    expect(words <= MESSAGE_BYTES_MAX, f"card_json: {len(card_json)} bytes beside this manifest do not fit a message of 1 MiB")
+    expect(
+        fits_message(dictionary, card_json), f"card_json: {len(card_json)} bytes beside this manifest do not fit a message of 1 MiB"
+    )
     names = [TENSORS_FILE] + ([PREFIX_KV_FILE] if dictionary.prefix_kv is not None else [])
     expect(
         [file.name for file in files] == names, f"files: {names} in this order, as the manifest says; got {[f.name for f in files]}"
@@ -70,6 +71,12 @@ def check_announcement(manifest_json: bytes, files: Sequence[FileInfo], card_jso
         given = files[1].sha256
         expect(given == dictionary.prefix_kv, f"files: {PREFIX_KV_FILE}: sha256 {given}, the manifest says {dictionary.prefix_kv}")
     return dictionary
+
+
+def fits_message(dictionary: Dictionary, card_json: bytes) -> bool:
+    """Whether manifest and card, and what Open answers beside them, fit one message."""
+    words = len(dictionary.to_json()) + len(card_json) + TENSOR_WORDS_BYTES * len(dictionary.tensors)
+    return words <= MESSAGE_BYTES_MAX
 
 
 def check_files(folder: Path, dictionary: Dictionary, *, pace: Callable[[int], None] | None = None) -> None:

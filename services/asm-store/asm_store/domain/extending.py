@@ -19,6 +19,7 @@ from asm_store.domain.bringing import Bringing
 from asm_store.domain.catalogue import Catalogue
 from asm_store.domain.checking import row_blocks
 from asm_store.domain.compute import Check
+from asm_store.domain.extended_card import extended_card
 from asm_store.domain.merging import at_rest, merge_entries
 from asm_store.domain.pointers import Pointers
 from asm_store.domain.ports import Announced, Meters
@@ -151,8 +152,10 @@ def write_extended(
 
 
 def _announce(check: Check, folder: Path, base: Stored, chunk: Stored, tenant: str) -> tuple[Announced, Dictionary]:
-    dictionary, info = write_extended(folder / TENSORS_FILE, _mapped(base), _mapped(chunk), check)
-    return Announced(dictionary.to_json(), (info,), b"", tenant), dictionary
+    path = folder / TENSORS_FILE
+    dictionary, info = write_extended(path, _mapped(base), _mapped(chunk), check)
+    card = extended_card(dictionary, map_tensors(path, dictionary), base, chunk)
+    return Announced(dictionary.to_json(), (info,), card, tenant), dictionary
 
 
 def _mapped(stored: Stored) -> tuple[Dictionary, Tensors]:
