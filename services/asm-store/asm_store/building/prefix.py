@@ -54,6 +54,27 @@ def prefix_tokens(tokenizer: Tokenizer, texts: Sequence[str], *, begins: bool) -
     return tuple(tokenizer.encode("".join(texts), add_special_tokens=begins).ids)
 
 
+def tokens_of_parts(tokenizer: Tokenizer, texts: Sequence[str], digests: Sequence[str]) -> tuple[int, ...]:
+    """Token ids of a prefix of parts, in order: each of one or more of the texts, tokenised by itself as its builder did.
+
+    digests: of the parts' token ids
+    Raises InvalidArgument naming the part whose tokens the texts, or those that are left, do not give.
+    """
+    tokens, left = tuple[int, ...](), list(texts)
+    for number, digest in enumerate(digests, 1):
+        for count in range(1, len(left) + 1):
+            part = prefix_tokens(tokenizer, left[:count], begins=number == 1)
+            if digest_of(part) == digest:
+                tokens, left = tokens + part, left[count:]
+                break
+        else:
+            of = f"part {number} of {len(digests)} of it" if len(digests) > 1 else "it"
+            raise InvalidArgument(f"the texts: their tokens are not the ones {of} was built from")
+    if left:
+        raise InvalidArgument(f"the texts: {len(left)} more than it was built from")
+    return tokens
+
+
 def digest_of(ids: Iterable[int]) -> str:
     """sha256 of token ids as int32 little-endian, as manifests have it."""
     return hashlib.sha256(np.fromiter(ids, dtype="<i4").tobytes()).hexdigest()

@@ -39,9 +39,9 @@ def read_prefix_kv(folder: Path, dictionary: Dictionary, model: CausalLM) -> Seq
     """The KV beside a dictionary. Raises NotFound where none is kept, DataLoss where it is not the manifest's."""
     path = folder / PREFIX_KV_FILE
     if dictionary.prefix_kv is None or not path.is_file():
-        raise NotFound(
-            f"{folder}: no exact prefix KV beside the dictionary; give the prefix's text, or build with --keep-prefix-kv"
-        )
+        parts = len(dictionary.prefix.parts)
+        how = f"the texts of its {parts} parts, in order" if parts else "the prefix's text, or build with --keep-prefix-kv"
+        raise NotFound(f"{folder}: no exact prefix KV beside the dictionary; give {how}")
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != dictionary.prefix_kv:
             raise DataLoss(f"{path}: its sha256 is not the manifest's")

@@ -29,7 +29,8 @@ def evaluate(
     prefix: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Text files of the prefix, as they were built from; needed where its KV was not kept.", show_default=False
+            help="Text files of the prefix, as they were built from, of all its parts in order; needed where its KV was not kept.",
+            show_default=False,
         ),
     ] = None,
     model: Annotated[str, typer.Option(help="Model folder or name; default: the one that the card names.")] = "",
@@ -47,6 +48,7 @@ def evaluate(
     from treadle.nn.model_identity import dictionary_model
 
     opened = Base.open(folder)
+    opened.dictionary.require_whole()
     named = model or CardRead.of(read_card(folder), ()).model
     if not named:
         raise InvalidArgument(f"{folder}: its card names no model; say which with --model")
@@ -65,17 +67,17 @@ def evaluate(
 
 
 def _exact_kv(folder: Path, dictionary: Dictionary, model: CausalLM, tokenizer: Tokenizer, prefix: list[Path]) -> SequenceKV:
-    from asm_store.building.prefix import digest_of, prefix_tokens, read_text
+    from asm_store.building.prefix import read_text, tokens_of_parts
     from asm_store.building.prefix_kv import read_prefix_kv
     from asm_store.building.stepping import encode
 
     if not prefix:
         return read_prefix_kv(folder, dictionary, model)
-    tokens = prefix_tokens(tokenizer, [read_text(path) for path in prefix], begins=True)
-    if digest_of(tokens) != dictionary.prefix.digest:
-        raise InvalidArgument(
-            f"--prefix: {len(tokens)} tokens that are not the ones it was built from ({dictionary.prefix.tokens})"
-        )
+    made_of = dictionary.prefix.parts or (dictionary.prefix.digest,)
+    try:
+        tokens = tokens_of_parts(tokenizer, [read_text(path) for path in prefix], made_of)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"--prefix: {error}") from error
     return encode(model, tokens, (len(tokens),))
 
 

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from asm_store.building.chat import chat_wrap
 from asm_store.commands import app
+from treadle.contract.dictionary_file import read_manifest
 from treadle.contract.errors import FingerprintMismatch, InvalidArgument, NotFound
 
 WORDS = ("the salary cap", "a trade", "the draft", "an exception", "a free agent", "the roster", "a contract", "the season")
@@ -133,6 +135,43 @@ def test_a_further_chunk_takes_the_settings_of_its_base(texts: Path, tiny_folder
     shown = [json.loads(run("show", str(texts / name), "--json")) for name in ("out", "chunk")]
     assert shown[0]["settings"] == shown[1]["settings"]
     assert shown[1]["card"]["base"] == shown[0]["version"]
+
+
+def test_an_extended_version_is_asked_about_beside_the_whole_text(texts: Path, tiny_folder: Path, start_store: Any) -> None:
+    (texts / "chunk.txt").write_text("Rule 3: the season is long.\n")
+    files = [word for name in ("rules", "more", "chunk") for word in ("--prefix", str(texts / f"{name}.txt"))]
+    traces, plain = ("--traces", str(texts / "traces.jsonl")), ("--matched-keys", "0", "--entries", "32")
+    run(*build_arguments(texts, tiny_folder, *traces, *plain))
+    model, out = ("--model", str(tiny_folder), "--threads", "1"), texts / "out"
+    run("build", *model, *files[4:], "--name", "chunk", "--out", str(texts / "chunk"), "--extend-from", str(out), *traces)
+    run("build", *model, *files, "--name", "whole", "--out", str(texts / "whole"), *traces, *plain)
+    with start_store(texts / "data") as process:
+        for name in ("out", "chunk"):
+            run("publish", str(texts / name), "--store", process.address)
+        chunk = read_manifest(texts / "chunk")
+        run("extend", "rules", f"chunk@{chunk.version}", "--promote", "--store", process.address)
+        run("get", "rules", str(texts / "extended"), "--store", process.address)
+
+    def ask(name: str, *more: str) -> Any:
+        asked = ("--questions", str(texts / "questions.jsonl"), *model, "--json")
+        return json.loads(run("eval", str(texts / name), *asked, *more))
+
+    extended, whole = ask("extended", *files), ask("whole", *files)
+    assert extended["full prefix"] == whole["full prefix"]
+    assert extended["nothing"] == whole["nothing"]
+    assert extended["dictionary"]["kl"] < extended["nothing"]["kl"]
+    with pytest.raises(NotFound, match="give the texts of its 2 parts, in order"):
+        ask("extended")
+    with pytest.raises(InvalidArgument, match=r"--prefix: .*part 2 of 2"):
+        ask("extended", *files[:4])
+    with pytest.raises(InvalidArgument, match=r"--prefix: .*part 1 of 2"):
+        ask("extended", *files[2:], *files[:2])
+    with pytest.raises(InvalidArgument, match=r"--prefix: .* 1 more than it was built from"):
+        ask("extended", *files, *files[4:])
+    with pytest.raises(InvalidArgument, match="it is no prefix"):
+        ask("chunk", *files[4:])
+    card = texts / "extended" / "card.json"
+    assert json.loads(card.read_text())["model"]["name"] == "tiny"
 
 
 @pytest.mark.parametrize(
