@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from asm_store.commands import app
 from asm_store.commands.calling import seconds_of
 from treadle.contract import AccessDenied, InvalidArgument, NotFound, Overtaken, TreadleError, Unavailable
+from treadle.contract.dictionary import Grouping
 from treadle.contract.dictionary_card import CARD_SCHEMA
 
 NARROW = {"COLUMNS": "80"}
@@ -140,6 +142,40 @@ def test_nothing_that_a_terminal_would_obey_is_shown_of_a_card(asm: Asm, make: A
     assert "a\ufffd[31mb\ufffdc\ufffdd\ufffde f\ufffdg" in shown
     (made.folder / "card.json").write_text(json.dumps(card | {"source": "long " * 5000}))
     assert len(asm("show", str(made.folder))) < 10_000
+
+
+def test_of_a_folder_and_a_name_alike_it_is_said_which_is_shown(
+    asm: Asm, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, kept = make(seed=1), make(seed=2)
+    asm("publish", str(kept.folder))
+    here.folder.rename(tmp_path / "rules")
+    monkeypatch.chdir(tmp_path)
+
+    def show(what: str) -> tuple[str, str]:
+        run = CliRunner().invoke(app, ["show", what, "--store", asm.address], env=NARROW, catch_exceptions=False)
+        return run.stdout, run.stderr
+
+    shown, told = show("rules")
+    assert here.version[:12] in shown
+    assert "this is the folder ./rules; what a store keeps under that name: treadle asm show rules@VERSION" in told
+    for what, made in (("./rules", here), (f"rules@{kept.version[:12]}", kept)):
+        shown, told = show(what)
+        assert (made.version[:12] in shown, told) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("grouping", "layers", "words"),
+    [
+        (Grouping.SHARED, (0, 1, 2, 3), "16 a layer, in all 4 layers"),
+        (Grouping.INDIVIDUAL, (0, 2), "16 a codebook, 2 codebooks a layer, in 2 of 4 layers"),
+    ],
+)
+def test_entries_are_counted_in_words(
+    asm: Asm, make: Any, plain: Any, grouping: Grouping, layers: tuple[int, ...], words: str
+) -> None:
+    made = make(settings=replace(plain, grouping=grouping), layers=layers)
+    assert words in asm("show", str(made.folder))
 
 
 def test_a_folder_that_is_not_there_is_said_beside_what_the_store_says(asm: Asm) -> None:

@@ -19,17 +19,22 @@ KV_ITEM_BYTES = 2  # a number of a prefix KV in bf16, as most engines keep it
 
 
 def read_card(folder: Path) -> dict[str, Any]:
-    """The card of a folder, {} where there is none. Raises DataLoss where it is damaged."""
+    """The card of a folder, {} where there is none of the builder's form. Raises DataLoss where it is no JSON object."""
     path = folder / CARD_FILE
     if not path.is_file():
         return {}
     try:
         card = json.loads(path.read_bytes()[: CARD_BYTES_MAX + 1])
-        if card["schema"] != CARD_SCHEMA:
-            raise ValueError(f"schema {card['schema']!r}")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise DataLoss(f"{path}: not a card: {error}") from error
-    return dict(card)
+    if not isinstance(card, dict):
+        raise DataLoss(f"{path}: not a card: an object expected, got {type(card).__name__}")
+    return builders_card(card)
+
+
+def builders_card(card: dict[str, Any]) -> dict[str, Any]:
+    """The card itself where it is of the builder's form, else {}: publishers may write what they like."""
+    return card if card.get("schema") == CARD_SCHEMA else {}
 
 
 def sizes(dictionary: Dictionary) -> dict[str, float]:

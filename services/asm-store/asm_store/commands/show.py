@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asm_store.building.card import read_card, sizes
+from asm_store.building.card import builders_card, read_card, sizes
 from asm_store.building.card_reading import CardRead
+from asm_store.commands.building import say
 from asm_store.commands.calling import DEFAULT_STORE, Json, KeyFile, Store, TlsClient, TlsRoots, store_at
 from asm_store.commands.terminal import VERSION_DIGITS, print_json, print_table, size_text
 from treadle.contract.dictionary import Dictionary
-from treadle.contract.dictionary_card import CARD_SCHEMA
 from treadle.contract.dictionary_file import PREFIX_KV_FILE, read_manifest
 from treadle.contract.errors import AccessDenied, InvalidArgument, NotFound, Unavailable
 
@@ -43,13 +43,17 @@ def show(
     """Show what a dictionary was made of and with, its sizes, and what calibration says of its fit."""
     folder = Path(what)
     if folder.is_dir() or "/" in what:
+        if "/" not in what and what.strip("."):
+            say(
+                f"this is the folder ./{what}; what a store keeps under that name: treadle asm show {what.partition('@')[0]}@VERSION"
+            )
         dictionary, card = read_manifest(folder), read_card(folder)
         kept = folder / PREFIX_KV_FILE
         prefix_kv_bytes = kept.stat().st_size if kept.is_file() else 0
     else:
         stored = _find(what, store, api_key_file, tls_root_file, tls_client_file)
         dictionary, prefix_kv_bytes = stored.dictionary, None
-        card = stored.card if stored.card.get("schema") == CARD_SCHEMA else {}
+        card = builders_card(stored.card)
     if as_json:
         print_json(_document(dictionary, card) | ({} if prefix_kv_bytes is None else {"prefix_kv_file_bytes": prefix_kv_bytes}))
     else:
@@ -94,7 +98,7 @@ def _lines(dictionary: Dictionary, card: CardRead) -> list[tuple[str, str]]:
         ("dictionary", f"{dictionary.name} {dictionary.version[:VERSION_DIGITS]}, for {made_for}"),
         ("prefix", f"{dictionary.prefix.tokens:,} tokens{behind}{chunks}" + (f"; {card.source}" if card.source else "")),
         ("calibration", f"{calibration.traces:,} traces, {calibration.tokens:,} tokens{_held_out(card)}"),
-        ("entries", f"{settings.entries:,} in {_of(dictionary.codebooks, 'codebook')} of {len(dictionary.layers)} of {model.layers} layers{lists}"),
+        ("entries", f"{_entries(dictionary)}{lists}"),
         ("keys", f"{settings.key}{whitened}, {dictionary.entry_heads} heads joined, {dictionary.lookups} lookups a token and codebook"),
         ("states", f"{settings.aggregation}, {settings.dtype}"),
         ("matched keys", f"{settings.matched_keys:,} of each key/value head" if settings.matched_keys else "none"),
@@ -126,5 +130,7 @@ def _figure(number: float | None) -> str:
     return UNKNOWN if number is None else f"{number:.3f}"
 
 
-def _of(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("s" if count > 1 else "")
+def _entries(dictionary: Dictionary) -> str:
+    count, layers, of = f"{dictionary.settings.entries:,}", len(dictionary.layers), dictionary.model.layers
+    each = f"{count} a layer" if dictionary.codebooks == 1 else f"{count} a codebook, {dictionary.codebooks} codebooks a layer"
+    return f"{each}, in {f'all {of}' if layers == of else f'{layers} of {of}'} layers"

@@ -53,7 +53,7 @@ def test_a_prefix_is_built_shown_and_asked_about(texts: Path, tiny_folder: Path)
     printed = run(*build_arguments(texts, tiny_folder, *traces, "--keep-prefix-kv", "--source", "our own words"))
     assert "treadle asm publish" in printed
     shown = run("show", str(texts / "out"))
-    for part in ("69 tokens; our own words", "64 in 1 codebook of 3 of 3 layers", "with dictionary", "median cosine"):
+    for part in ("69 tokens; our own words", "64 a layer, in all 3 layers", "with dictionary", "median cosine"):
         assert part in shown, shown
     document = json.loads(run("show", str(texts / "out"), "--json"))
     assert document["prefix_kv_file_bytes"] > 0
