@@ -11,8 +11,10 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from asm_store.domain.checking import NUMBER_MAX
+from asm_store.domain.lookup import QUERY_MAX, look_up
 from treadle.asm.v1 import asm_store_pb2 as pb
-from treadle.contract.dictionary import DictionarySettings, RowDtype, tensor_name
+from treadle.contract.dictionary import DictionarySettings, Grouping, RowDtype, tensor_name
 from treadle.contract.dictionary_file import map_tensors, tensor_offsets
 from treadle.contract.errors import Overtaken
 
@@ -165,6 +167,26 @@ async def test_a_lookup_adds_what_matched_keys_see_to_what_entries_hold(serve: S
             assert (code, "rotated" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True), text
 
 
+def test_the_largest_query_behind_the_largest_whitening_finds_what_a_small_one_does(make: Make) -> None:
+    most = NUMBER_MAX["whitening"]
+    settings = DictionarySettings(heads_joined=3, grouping=Grouping.SHARED, dtype=RowDtype.F32, entries=16, ridge_ppm=9)
+
+    def whitened(by: float) -> Any:
+        return make(
+            settings=settings, change=lambda found: found.update({name: found[name] * by for name in found if "whitening" in name})
+        )
+
+    queries = np.random.default_rng(6).uniform(-1, 1, (5, 6, 8)).astype(np.float32)
+    small, large = whitened(1), whitened(most / 2)  # which is 2 on the diagonal
+    found = [
+        look_up(made.dictionary, made.tensors, 2, queries * np.float32(size), lists_probed=16)
+        for made, size in ((small, 1), (large, QUERY_MAX))
+    ]
+    np.testing.assert_allclose(found[1].cosines, found[0].cosines, atol=1e-5)
+    np.testing.assert_array_equal(found[1].log_z, found[0].log_z)
+    np.testing.assert_array_equal(found[1].states, found[0].states)
+
+
 async def test_a_lookup_finds_what_plain_numpy_finds(serve: Serve, make: Make, plain: DictionarySettings, fails: Fails) -> None:
     made = make(settings=plain, tokens=10)
     dictionary, model = made.dictionary, made.dictionary.model
@@ -193,6 +215,14 @@ async def test_a_lookup_finds_what_plain_numpy_finds(serve: Serve, make: Make, p
                 pb.LookupRequest(ref=request.ref, layer=2, queries=(queries * np.nan).tobytes()),
                 grpc.StatusCode.INVALID_ARGUMENT,
                 "NaN",
+            ),
+            *(
+                (
+                    pb.LookupRequest(ref=request.ref, layer=2, queries=(np.sign(queries) * size).tobytes()),
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    f"queries: a number of size {size:g}, at most",
+                )
+                for size in map(np.float32, (QUERY_MAX * 1.1, 1e25, 3e38))
             ),
         ):
             found_code, text, _ = await fails(served.stub.Lookup(wrong))

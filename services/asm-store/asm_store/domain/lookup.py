@@ -31,6 +31,7 @@ from treadle.kernels import EntryArrays, EntryStates, as_numbers, attend_keys
 MAPPED_MAX = 16  # versions whose tensors stay mapped
 QUERY_BYTES_MAX = 1 << 20
 ANSWER_BYTES_MAX = (1 << 20) + (56 << 10)  # what a message takes beside its framing
+QUERY_MAX = 1e4  # models ask with hundreds; behind the largest whitening that is taken in, the length of a key is finite in fp32
 RETRY_SECONDS = 0.05
 Array = NDArray[np.float32]
 
@@ -50,17 +51,17 @@ def look_up(
     """States of queries fp32 [T, H, head_dim], in the form that settings.key says, neither whitened nor joined.
 
     rotated: the same after RoPE, read where there are matched keys; None: the queries are. Of a query of zeros the cosine is 0.
-    Raises NotFound for a layer without a dictionary, InvalidArgument for NaN or infinity, DataLoss where the file of entries was truncated.
+    Raises NotFound for a layer without a dictionary, InvalidArgument for NaN, infinity or numbers beyond QUERY_MAX, DataLoss where the file of entries was truncated.
     """
     if layer not in dictionary.layers:
         raise NotFound(f"layer {layer}: {dictionary.name} has dictionaries in layers {list(dictionary.layers)}")
-    expect(bool(np.isfinite(queries).all()), "queries: NaN or infinity")
+    _check_numbers("queries", queries)
     entries = EntryArrays.of_layer(dictionary, tensors, layer, guard_percent=GUARD_PERCENT, lists_probed=lists_probed)
     found = EntryStates(entries).find(queries)
     if not dictionary.settings.matched_keys:
         return Found(found.states, found.log_z, found.cosines)
     asked = queries if rotated is None else rotated
-    expect(bool(np.isfinite(asked).all()), "rotated: NaN or infinity")
+    _check_numbers("rotated", asked)
     keys, values = (as_numbers(tensors[tensor_name(layer, name)], None) for name in ("matched_keys", "matched_values"))
     seen, seen_log_z = attend_keys(asked, None, keys, values, tensors[tensor_name(layer, "matched_biases")])
     return Found(found.states + seen, found.log_z + seen_log_z, found.cosines)  # entries say what is missing in what these see
@@ -118,6 +119,13 @@ class Lookups:
                 while len(self._mapped) > MAPPED_MAX:
                     self._mapped.popitem(last=False)
         return found[1]
+
+
+def _check_numbers(field: str, queries: Array) -> None:
+    """Raise InvalidArgument for what cannot be computed with: the answer would be NaN, or that there is no prefix."""
+    expect(bool(np.isfinite(queries).all()), f"{field}: NaN or infinity")
+    largest = float(np.abs(queries).max(initial=0.0))
+    expect(largest <= QUERY_MAX, f"{field}: a number of size {largest:g}, at most {QUERY_MAX:g} can be computed with")
 
 
 def _read_queries(field: str, queries: bytes, dictionary: Dictionary) -> Array:

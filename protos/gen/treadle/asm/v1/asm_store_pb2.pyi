@@ -576,7 +576,7 @@ class LookupRequest(_message.Message):
     layer: _builtins.int
     """0-based decoder layer."""
     queries: _builtins.bytes
-    """Query heads as the dictionary's key mode wants them (rotated or not), [T, heads, head_dim] float32 little-endian; whitening is done here."""
+    """Query heads as the dictionary's key mode wants them (rotated or not), [T, heads, head_dim] float32 little-endian, no number beyond 1e4; whitening is done here."""
     rotated: _builtins.bytes
     """The same heads after RoPE; needed where the dictionary has matched keys and its key mode wants other queries, else empty."""
     @_builtins.property
