@@ -165,10 +165,13 @@ def test_the_guard_calls_a_lookup_outside_whose_cosine_the_calibration_hardly_kn
 ) -> None:
     made = make_dictionary(tiny, states, 40, quantiles=(0.0, 1.0))  # so that a per cent is a hundredth of cosine
     queries = near_queries(states, 30)
-    for percent in (0, 40, 98, 100):
+    outside = []
+    for percent in (0, 40, 98, 99, 100):  # the cosines lie on both sides of 0.99
         result = found(PrefixMemory(*made, guard_percent=percent), queries)
         assert torch.equal(result.outside, result.cosines < percent / 100)
-        assert result.outside.any() or percent < 100
+        outside.append(int(result.outside.sum()))
+    assert outside[0] == 0
+    assert 0 < outside[-2] < outside[-1] == result.outside.numel()
     for bad in ({"guard_percent": 101}, {"lists_probed": 0}, {"index": "tree"}):
         with pytest.raises(InvalidArgument, match=next(iter(bad))):
             PrefixMemory(*made, **bad)
