@@ -54,11 +54,13 @@ def make_layer(samples: LayerSamples, share: Share, prefix_keys: Tensor) -> Part
         matched = _matched(samples, share, prefix_keys)
         samples = replace(samples, matched=MatchedKeys.at_rest(*(array for _, array in matched.values())))
     whitening = samples.whitening(share.learnt)
-    sums = add_up(samples, fit(samples, share.learnt, whitening), 0, share.learnt, whitening)
+    centroids = fit(samples, share.learnt, whitening)
+    sums = add_up(samples, centroids, 0, share.learnt, whitening)
     books, lists = [], list[tuple[NDArray[np.float32], NDArray[np.int32]]]()
-    for entries in sums:
+    for entries, fitted in zip(sums, centroids, strict=True):
         found = entries.aggregated()
-        book = filled(found, found.keys)
+        keys = torch.where((found.counts > 0).unsqueeze(1), found.keys, fitted)  # without samples there is no mean of theirs
+        book = filled(found, keys)
         if settings.lists:
             order, list_keys, list_starts = entry_lists(book.keys.numpy(), settings.lists, settings.seed, LIST_ITERATIONS)
             book = book.taken(torch.from_numpy(order.astype(np.int64)))

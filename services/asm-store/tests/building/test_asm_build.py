@@ -32,6 +32,7 @@ from asm_store.domain.extending import write_extended
 from treadle.contract.dictionary import Aggregation, ChunkMerge, Dictionary, Grouping, KeyMode, RowDtype, tensor_name
 from treadle.contract.dictionary_file import TENSORS_FILE, check_digests, map_tensors, read_manifest
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, Unavailable
+from treadle.kernels import as_numbers
 from treadle.nn.attention import merge
 from treadle.nn.kv import SequenceKV
 from treadle.nn.model import CausalLM
@@ -165,6 +166,18 @@ def test_the_opening_of_traces_leaves_a_token_of_each() -> None:
     assert opening_of([(1, 2), (1, 2)]) == (1,)
     assert opening_of([(1, 2, 3), (4,)]) == opening_of([(1, 2, 3)]) == ()
     assert len(opening_of([tuple(range(1000))] * 2)) == OPENING_MAX
+
+
+def test_more_entries_than_different_keys_are_entries_all_the_same(order: Orders, tiny: CausalLM, tmp_path: Path) -> None:
+    """In the first layer a key follows from its token alone; a store takes in keys of length 1 and nothing else."""
+    traces = tuple(tuple((first + place) % 7 for place in range(30)) for first in range(12))
+    made, _ = Build(order(out=tmp_path / "made", traces=traces, entries=64), model=tiny).run()
+    tensors = opened(tmp_path / "made")[1]
+    for name, tensor in tensors.items():
+        if name.endswith(".keys"):
+            rows = as_numbers(tensor, tensors.get(f"{name[: -len('keys')]}key_scales"))
+            np.testing.assert_allclose(np.linalg.norm(rows, axis=-1), 1.0, atol=0.01)
+    assert made.settings.entries == 64
 
 
 def test_shards_of_the_samples_added_in_any_order_make_the_same_entries(order: Orders, tiny: CausalLM, tmp_path: Path) -> None:
