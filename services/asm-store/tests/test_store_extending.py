@@ -217,12 +217,13 @@ async def test_a_further_chunk_alone_is_never_what_a_name_means(serve: Serve, ma
     base, chunk = make(seed=1), make(seed=2, prefix_text="second", tokens=11, first=40)
     async with serve() as served:
         await served.publish(base.messages(promote=True))
-        for call in (
-            lambda: served.publish(chunk.messages(promote=True)),
-            lambda: served.stub.Promote(pb.PromoteRequest(ref=chunk.ref)),
-        ):
-            code, text, _ = await fails(call())
-            assert (code, "read behind 40 tokens: it is no prefix" in text) == (INVALID, True), text
+        promote = pb.PromoteRequest(ref=chunk.ref)
+        code, text, _ = await fails(served.publish(chunk.messages(promote=True)))
+        assert (code, "read behind 40 tokens: it is no prefix" in text) == (INVALID, True), text
+        assert (await fails(served.stub.Promote(promote)))[0] == grpc.StatusCode.NOT_FOUND  # nothing of it was taken in
+        await served.publish(chunk.messages())
+        code, text, _ = await fails(served.stub.Promote(promote))
+        assert (code, "read behind 40 tokens: it is no prefix" in text) == (INVALID, True), text
         now = (await served.stub.Open(pb.OpenRequest(ref=pb.DictionaryRef(name="rules")))).dictionary.ref
         assert now.version == base.version
         with pytest.raises(InvalidArgument, match="it is no prefix"):

@@ -63,6 +63,8 @@ class Publishing:
         """A caller's version. Raises what the proto says of Publish."""
         with self._meters.measured("publishes"), self.turns.turn():
             dictionary = await self._compute.run(check_announcement, announced.manifest_json, announced.files, announced.card_json)
+            if announced.promote:
+                dictionary.require_whole()
             await ask_may_change(self._catalogue, caller, dictionary.name)
             published = await self.receive(announced, dictionary, events, caller)
             if announced.promote:
