@@ -56,7 +56,7 @@ def press(model: Path, prefix: Tokens, asked: Sequence[tuple[str, int]]) -> list
         except subprocess.TimeoutExpired as error:
             raise Unavailable(f"kvpress: not done after {SECONDS_MAX} s") from error
         if ran.returncode:
-            raise Unavailable(f"kvpress failed: {(ran.stderr.strip().splitlines() or ['without a word'])[-1]}")
+            raise Unavailable(f"kvpress ended with {ran.returncode}: {(ran.stderr.strip().splitlines() or ['without a word'])[-1]}")
         told = json.loads(ran.stdout.strip().splitlines()[-1])
         kept = np.load(out, allow_pickle=False)
     return [Pressed(torch.from_numpy(one.copy()), seconds) for one, seconds in zip(kept, told["seconds"], strict=True)]
