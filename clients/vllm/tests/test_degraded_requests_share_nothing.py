@@ -16,6 +16,8 @@ from treadle.vllm.outcomes import StepVerdict
 
 Verses = Callable[..., list[int]]
 
+FEW = 4  # steps that wait in vain: after 3 s of such waits a memory is given up for 10, and what comes next would be degraded too
+
 
 @pytest.fixture(scope="module")
 def fabric(
@@ -51,7 +53,7 @@ def test_a_degraded_request_says_so_and_leaves_no_block_behind(fabric: tuple[Any
     healthy(engine, verses(10))  # the memory is open
     prompt = verses(100, 200)
     with pool.frozen():
-        (late,) = engine.say((prompt, None))
+        (late,) = engine.say((prompt, None), tokens=FEW)
     assert late.degraded
     assert late.outcome.rows_missing > 0
     assert (late.outcome.missing_because, late.outcome.error, late.finish) == ("late", None, "length")
@@ -67,7 +69,7 @@ def test_what_was_healthy_before_stays_shared(fabric: tuple[Any, Any], embedded:
     begun, prompt = verses(64, 400), verses(120, 400)
     healthy(engine, begun)
     with pool.frozen():
-        (late,) = engine.say((prompt, None))
+        (late,) = engine.say((prompt, None), tokens=FEW)
     assert (late.degraded, late.cached) == (True, 64)
     answer = healthy(engine, prompt)
     assert answer.cached == 64
@@ -79,7 +81,7 @@ def test_late_fail_ends_that_request_alone(fabric: tuple[Any, Any], verses: Vers
     healthy(engine, verses(10))
     with pool.frozen():
         (failed,) = engine.say((verses(50, 600), None), late="fail")
-        masked, plain = engine.say((verses(50, 700), None), (verses(50, 800), "none"))
+        masked, plain = engine.say((verses(50, 700), None), (verses(50, 800), "none"), tokens=FEW)
     assert (failed.tokens, failed.finish, failed.outcome.error.kind) == ([], "error", "Unavailable")
     assert "late = mask" in failed.outcome.error.message
     assert (masked.degraded, masked.finish, plain.degraded, plain.finish) == (True, "length", False, "length")
