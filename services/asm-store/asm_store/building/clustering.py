@@ -15,8 +15,7 @@ from torch import Tensor
 from treadle.contract.errors import InvalidArgument
 
 KEYS_AT_ONCE, PRODUCT_NUMBERS = 4096, 4 << 20  # rows of one product with all centroids, and numbers in it: 16 MiB
-# An iteration looks at so many keys, or so many an entry, whichever is more. Twice as many fit no better (docs/benchmarks.md).
-BATCH_KEYS, BATCH_PER_ENTRY = 4096, 4
+BATCH_KEYS, BATCH_PER_ENTRY = 8192, 8  # an iteration looks at so many keys, or so many an entry, whichever is more
 
 
 def assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,9 +31,10 @@ def assign(keys: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     return index, cosine
 
 
-def fit_centroids(keys: Tensor, entries: int, iterations: int, seed: Sequence[int]) -> Tensor:
+def fit_centroids(keys: Tensor, entries: int, iterations: int, seed: Sequence[int], *, batch_part: int = 1) -> Tensor:
     """Cluster unit keys [n, D] into `entries` unit centroids [K, D], the same for the same seed on the same machine.
 
+    batch_part: an iteration looks at one of so many parts of a usual batch
     iterations: each assigns one batch of keys and moves the centroids to the mean of all keys that they were given so far, or, where
     a batch is all keys, of those of this iteration. A centroid without keys begins again at the key farthest from its own.
     Raises InvalidArgument where there are fewer keys than entries.
@@ -45,7 +45,7 @@ def fit_centroids(keys: Tensor, entries: int, iterations: int, seed: Sequence[in
         )
     draw = np.random.default_rng(seed)
     centroids = _begin(keys, entries, draw)
-    batch = max(BATCH_KEYS, BATCH_PER_ENTRY * entries)
+    batch = max(BATCH_KEYS, BATCH_PER_ENTRY * entries) // batch_part
     sums, counts = torch.zeros_like(centroids), torch.zeros(entries)
     for _ in range(iterations):
         if len(keys) > batch:

@@ -22,6 +22,7 @@ from treadle.nn.matched_keys import MatchedKeys
 from treadle.nn.rope import Rope, rotate
 
 TOKENS_AT_ONCE = 1024  # read from the spill
+MATCHED_BATCH_PART = 2  # behind matched keys half as many keys an iteration fit as well, without them worse (docs/benchmarks.md)
 FIT_BYTES = 96 << 20  # of fp32 keys that centroids are fitted on: more tokens than that are drawn from
 WHITENING_TOKENS = 8192  # drawn at random for the covariance; the paper takes a random subsample too
 
@@ -118,6 +119,7 @@ def fit(samples: LayerSamples, tokens: int, whitening: Tensor | None) -> Tensor:
                 settings.entries,
                 settings.iterations,
                 (settings.seed, samples.layer, 1 + book),
+                batch_part=1 if samples.matched is None else MATCHED_BATCH_PART,
             )
             for book in range(samples.codebooks)
         ]
