@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from treadle.contract.errors import DataLoss, InvalidArgument, ResourceExhausted
+from treadle.contract.lasting_files import sync_folder
 
 FILE_MODE, FOLDER_MODE = 0o640, 0o750
 PARTIAL = ".partial"  # what a killed process leaves of a file that it was replacing
@@ -54,15 +55,6 @@ def open_plain(path: Path) -> int:
         if error.errno not in (errno.ENOENT, errno.ELOOP):  # too many open files, say: no word about this one
             raise
         raise DataLoss(f"{path} cannot be read: {error.strerror}") from error
-
-
-def sync_folder(path: Path) -> None:
-    """Make renames in a folder last."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from treadle.contract.checks import object_fields
 from treadle.contract.dictionary import DICTIONARY_BYTES_MAX, Dictionary, TensorInfo
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
+from treadle.contract.lasting_files import sync_folder, write_through
 
 MANIFEST_FILE, TENSORS_FILE, PREFIX_KV_FILE, CARD_FILE = (
     "manifest.json", "dictionary.safetensors", "prefix_kv.safetensors", "card.json",
@@ -140,23 +141,6 @@ def write_folder(folder: Path, dictionary: Dictionary, tensors: Tensors, card: b
     sync_folder(folder)  # else the manifest's name may be on the disk before those of the others
     partial.rename(folder / MANIFEST_FILE)
     sync_folder(folder)
-
-
-def write_through(path: Path, data: bytes) -> None:
-    """Write a file, and force it to the disk; its name lasts once its folder is synced."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder last."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> Dictionary:

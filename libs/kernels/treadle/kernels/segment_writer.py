@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.contract import InvalidArgument, ResourceExhausted, Table, Unavailable
+from treadle.contract.lasting_files import sync_folder
 from treadle.kernels.held import checked_ranges, chunk_runs
 from treadle.kernels.pages import FileBytes, place_file
 from treadle.kernels.segment_encoder import SegmentEncoder
@@ -94,7 +95,7 @@ class SegmentWriter:
         os.fchmod(descriptor, MODE)
         os.fsync(descriptor)
         os.rename(self._partial, self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         self._close()
 
     def abort(self) -> None:
@@ -172,11 +173,3 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((begin, end))
     return joined
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,11 +26,11 @@ from treadle.chassis.small_files import (
     make_ours,
     no_room_is_refused,
     read_small,
-    sync_folder,
     write_small,
 )
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.errors import DataLoss, InvalidArgument, Unavailable
+from treadle.contract.lasting_files import sync_folder
 from treadle.contract.version import check_name, check_version
 
 log = logging.getLogger("asm_store")

@@ -13,10 +13,11 @@ from pathlib import Path
 
 from asm_store.domain.ports import Result
 from asm_store.domain.versions import LOCK_FILE, PIN_FILE, RECORD_BYTES_MAX, RECORD_FILE, Pin, Record, Stored
-from treadle.chassis.small_files import FILE_MODE, no_room_is_refused, read_small, sync_folder, write_small
+from treadle.chassis.small_files import FILE_MODE, no_room_is_refused, read_small, write_small
 from treadle.contract.dictionary import MANIFEST_BYTES_MAX, Dictionary
 from treadle.contract.dictionary_file import CARD_BYTES_MAX, CARD_FILE, MANIFEST_FILE, TENSORS_FILE, tensor_offsets
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound
+from treadle.contract.lasting_files import sync_folder
 
 PIN_BYTES_MAX = 1024
 

@@ -30,8 +30,9 @@ from engram_pool.adapters.version_files import (
 )
 from engram_pool.domain.storing import Adopted, SetAside, Standing, StoredVersion
 from treadle.chassis.file_locks import count_readers, hold_for_life, locked_alone
-from treadle.chassis.small_files import FOLDER_MODE, is_real_folder, make_ours, sync_folder, write_small
+from treadle.chassis.small_files import FOLDER_MODE, is_real_folder, make_ours, write_small
 from treadle.contract import DataLoss, EngramModel, InvalidArgument, TreadleError, Unavailable
+from treadle.contract.lasting_files import sync_folder
 from treadle.contract.version import check_name, check_version
 
 log = logging.getLogger("engram_pool.store")

@@ -30,11 +30,10 @@ from treadle.contract.dictionary_file import (
     check_digests,
     map_tensors,
     read_manifest,
-    sync_folder,
     tensor_offsets,
-    write_through,
 )
 from treadle.contract.errors import DataLoss, InvalidArgument, NotFound, ResourceExhausted, TreadleError, Unavailable
+from treadle.contract.lasting_files import sync_folder, write_through
 from treadle.kernels import crc32c
 
 MESSAGE_BYTES_MAX = 1 << 20
