@@ -339,6 +339,31 @@ def test_two_stores_do_not_share_a_folder(start_store: StartStore, tmp_path: Pat
         pass
 
 
+def truncate(process: Process, made: Any) -> None:
+    """The last tensor of what was published loses three quarters; keys stay."""
+    with process.fabric.asm.open(made.dictionary.name, made.version) as mapped:
+        file = mapped.path
+    file.chmod(0o640)
+    with file.open("r+b") as held:
+        held.truncate(file.stat().st_size - made.tensors["layers.2.states"].nbytes * 3 // 4)
+
+
+@pytest.mark.parametrize("torn", ["base", "chunk"])
+def test_extending_a_file_that_was_truncated_is_data_loss_and_the_store_goes_on(
+    start_store: StartStore, make: Make, tmp_path: Path, torn: str
+) -> None:
+    base, chunk = make(seed=1, settings=LARGE), make(seed=2, settings=LARGE, name="chunk", prefix_text="chunk", first=40)
+    with start_store(tmp_path / "data") as process:
+        asm = process.fabric.asm
+        for made in (base, chunk):
+            asm.publish(made.folder, promote=made is base)
+        truncate(process, {"base": base, "chunk": chunk}[torn])
+        with pytest.raises(DataLoss, match="states"):
+            asm.extend("rules", f"chunk@{chunk.version}", promote=True)
+        assert {stored.version for stored in asm.list()} == {base.version, chunk.version}
+        assert process.child.poll() is None
+
+
 @pytest.mark.skipif(IMPLEMENTATION != "native", reason="numpy reads a truncated mapping without a guard")
 def test_a_lookup_in_a_file_that_was_truncated_is_data_loss_and_the_store_goes_on(
     start_store: StartStore, make: Make, tmp_path: Path
@@ -350,11 +375,7 @@ def test_a_lookup_in_a_file_that_was_truncated_is_data_loss_and_the_store_goes_o
         asm = process.fabric.asm
         stored, other = (asm.publish(one.folder).stored for one in (made, whole))
         asm.lookup(stored, 2, queries)
-        with asm.open(stored.name, stored.version) as mapped:
-            file = mapped.path
-        file.chmod(0o640)
-        with file.open("r+b") as held:
-            held.truncate(file.stat().st_size - made.tensors["layers.2.states"].nbytes * 3 // 4)  # the last tensor; keys stay
+        truncate(process, made)
         with pytest.raises(DataLoss, match="states"):
             asm.lookup(stored, 2, queries)
         asm.lookup(other, 2, queries)
