@@ -94,11 +94,13 @@ class DictionaryFolder:
             with locked_alone(stored.lock_path) as alone:
                 if unread_only and not alone:
                     return None
-                removed = self._remove(stored.folder, freed=alone)
-            self._pointers.keep_room()
-            return removed
-        except FileNotFoundError:  # somebody else has deleted the files
-            return []
+                return self._remove(stored.folder, freed=alone)
+        except FileNotFoundError:
+            if not stored.folder.exists():  # somebody else has deleted the files
+                return []
+            return (
+                None if unread_only else self._remove(stored.folder, freed=False)
+            )  # its lock alone is missing: who maps it, nobody knows
 
     def set_aside(self, stored: Stored) -> None:
         """See Folder."""
@@ -153,6 +155,7 @@ class DictionaryFolder:
         removed = [Removed(folder / name, nbytes, _worked(Path.unlink, trash / name) and freed) for name, nbytes in files]
         for work, path in ((Path.rmdir, trash), (sync_folder, self.path), (_remove_if_empty, folder.parent)):
             _worked(work, path)
+        self._pointers.keep_room()
         return removed
 
     def _move_aside(self, path: Path) -> None:

@@ -141,9 +141,10 @@ class Deleting:
                 try:
                     removed = await self._compute.run(self._folder.delete, kept.stored, unread_only=False)
                 except OSError as error:
+                    if not kept.undeleted:  # each exchange with others tries again
+                        log.error("version cannot be deleted", extra={"path": str(kept.stored.folder), "reason": str(error)})
                     kept.undeleted = True
                     self._catalogue.add(kept)
-                    log.error("version cannot be deleted", extra={"path": str(kept.stored.folder), "reason": str(error)})
                     failed.append(f"{kept.key[0]} {kept.key[1]} ({error.strerror})")
                     continue
             log.info("version deleted", extra={"dictionary": kept.key[0], "version": kept.key[1], "uses": kept.uses})

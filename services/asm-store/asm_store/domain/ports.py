@@ -71,7 +71,7 @@ class Folder(Protocol):
         """Take in what is there; sweep what a killed process left; set aside what is torn. check: raises for a torn version."""
 
     def delete(self, stored: Stored, *, unread_only: bool) -> list[Removed] | None:
-        """Delete a version's files. unread_only: None, and nothing done, while a process maps it.
+        """Delete a version's files. unread_only: None, and nothing done, while a process maps it, or may: without its lock file nobody knows.
 
         Raises OSError, and nothing is done, where they cannot be taken out of sight. What stays of them after that is logged, not freed,
         and swept at the next start.
