@@ -126,6 +126,17 @@ def test_a_truncated_sequence_goes_on_as_if_the_rest_had_never_been(tiny: Causal
     assert close(chunked(tiny, ids[25:], [4], kv), chunked(tiny, ids, [40], tiny.new_kv())[25:])
 
 
+def test_who_wants_keys_and_values_alone_gets_the_same_ones_and_no_hidden_states(tiny: CausalLM) -> None:
+    ids, kvs = torch.tensor(random_ids(tiny, 30, seed=4)), [tiny.new_kv() for _ in range(2)]
+    whole = tiny.forward(ids, torch.arange(30), [0, 30], kvs[:1])
+    none = tiny.forward(ids, torch.arange(30), [0, 30], kvs[1:], kv_only=True)
+    assert (whole.shape, none.shape) == ((30, tiny.config.hidden), (0, tiny.config.hidden))
+    for layer in range(tiny.config.layers):
+        assert torch.equal(kvs[0].keys(layer), kvs[1].keys(layer))
+        assert torch.equal(kvs[0].values(layer), kvs[1].values(layer))
+    assert kvs[1].length == 30
+
+
 def test_positions_are_per_row_and_only_their_differences_matter(tiny: CausalLM) -> None:
     ids = torch.tensor(random_ids(tiny, 30, seed=4))
     near = tiny.forward(ids, torch.arange(30), [0, 30], [tiny.new_kv()])

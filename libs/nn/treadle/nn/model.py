@@ -60,6 +60,7 @@ class CausalLM:
         *,
         shared: SequenceKV | None = None,
         collect: PrefixCollector | None = None,
+        kv_only: bool = False,
     ) -> Tensor:
         """Run one step: a flat batch in which request r owns rows starts[r]:starts[r+1] and continues kv[r].
 
@@ -72,7 +73,8 @@ class CausalLM:
         shared:            a sequence before all requests, read and not copied, for those rows and layers that have no dictionary; the
                            positions of the requests go on behind it
         collect:           is told of every layer what all rows saw of `shared`, which must be there
-        Returns [T, hidden]: the last hidden states after the final norm.
+        kv_only:           nobody reads the hidden states: what follows the last layer's attention is left out
+        Returns [T, hidden]: the last hidden states after the final norm; of kv_only [0, hidden].
         Raises InvalidArgument (shapes, ids or positions out of range), ResourceExhausted (a sequence grows beyond positions_max),
         FingerprintMismatch (a dictionary made for another model).
         """
@@ -90,12 +92,14 @@ class CausalLM:
             if before_layer is not None:
                 hidden = before_layer(index, hidden)
             hidden = hidden + self._attend(index, layer, hidden, angles, own, before)
+            if kv_only and index == self.config.layers - 1:
+                break
             hidden = hidden + self._mlp(layer, hidden)
         for count, sequence in zip(rows, kv, strict=True):
             sequence.advance(count)
         if before is not None:
             before.finish()
-        return self._norm(hidden, self.weights.norm)
+        return hidden[:0] if kv_only else self._norm(hidden, self.weights.norm)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

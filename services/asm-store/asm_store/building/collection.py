@@ -55,7 +55,7 @@ class Collection:
         block = None
         if self.opening and batches_done < len(self.batches):
             opened = self._model.new_kv()
-            step(self._model, before, [self.opening], [opened])
+            step(self._model, before, [self.opening], [opened], kv_only=True)
             block = opened.block(0, opened.length)
         for number, batch in enumerate(self.batches[batches_done:], batches_done + 1):
             traces = [self._traces[place][len(self.opening) :] for place in batch]
@@ -63,7 +63,7 @@ class Collection:
             for first in range(0, max(map(len, traces)), STEP_ROWS):  # more than once only where one long trace is alone
                 pieces = [trace[first : first + STEP_ROWS] for trace in traces]
                 self._begin = None if first else list(map(len, pieces))
-                step(self._model, before, pieces, kv)
+                step(self._model, before, pieces, kv, kv_only=True)
             yield number
 
     def take(self, layer: int, queries: Tensor, rotated: Tensor, a: Tensor, log_z: Tensor) -> None:

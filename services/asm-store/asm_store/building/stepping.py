@@ -41,15 +41,20 @@ class Before:
         return cls(memory.position_offset, memory=memory)
 
 
-def step(model: CausalLM, before: Before, tokens: Sequence[Sequence[int]], kv: Sequence[SequenceKV]) -> Tensor:
-    """Continue each kv[r] with tokens[r]; hidden states [T, hidden] of all traces' new tokens, one trace after the other."""
+def step(
+    model: CausalLM, before: Before, tokens: Sequence[Sequence[int]], kv: Sequence[SequenceKV], *, kv_only: bool = False
+) -> Tensor:
+    """Continue each kv[r] with tokens[r]; hidden states [T, hidden] of all traces' new tokens, one trace after the other.
+
+    kv_only: nobody reads them, and there are none
+    """
     starts = [0, *accumulate(map(len, tokens))]
     places = [torch.arange(sequence.length, sequence.length + len(new)) for sequence, new in zip(kv, tokens, strict=True)]
     uses = None if before.memory is None else [PrefixUse(before.memory) for _ in kv]
     flat = torch.tensor([token for new in tokens for token in new])
     return model.forward(
-        flat, torch.cat(places) + before.position, starts, kv, prefixes=uses, shared=before.shared, collect=before.collect
-    )
+        flat, torch.cat(places) + before.position, starts, kv, prefixes=uses, shared=before.shared, collect=before.collect, kv_only=kv_only,
+    )  # fmt: skip
 
 
 def encode(
@@ -73,7 +78,7 @@ def encode(
         while alone.length < chunk:
             first = done + alone.length
             some = tokens[first : min(first + STEP_ROWS, done + chunk)]
-            step(model, Before(position + done), [some], [alone])
+            step(model, Before(position + done), [some], [alone], kv_only=True)
             tick(first + len(some))
         if alone is not whole:
             whole.extend_from(KVBlock(done, done + chunk, alone.block(0, chunk).kv, {}))
