@@ -22,7 +22,7 @@ from treadle.kernels import as_numbers, entry_lists
 from treadle.nn.matched_keys import MatchedKeys
 
 LIST_ITERATIONS = 8
-FIT_TOKENS_MAX = 4096  # whose cosines the quantiles are of
+FIT_TOKENS_MAX = 2048  # whose cosines the quantiles are of: more than the traces that are held out mostly have
 HELD_OUT_TOKENS_MIN = 200  # with fewer held out, the quantiles are those of the calibration itself
 
 Parts = dict[str, Stored]
