@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_worker.domain.cached_blocks import MESSAGE_BLOCKS, BlockChanges, BlockLog, CachedBlock
@@ -113,6 +113,7 @@ class Room:
     nbytes: int = 10
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 1), max_size=6)), max_size=40), st.integers(10, 80))
 def test_what_is_told_is_what_lies_in_the_cache_and_no_block_is_without_its_parent(
     sequences: list[tuple[int, list[int]]], bytes_max: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_worker.domain.prefix_cache import BLOCK_TOKENS, BlockKeys, PrefixCache
@@ -40,6 +40,7 @@ def test_keys_differ_by_salt_by_identity_and_by_any_earlier_token() -> None:
     assert len(last) == 4
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 31), max_size=4 * BLOCK_TOKENS), st.integers(0, 4 * BLOCK_TOKENS))
 def test_keys_made_bit_by_bit_equal_keys_made_at_once(tokens: list[int], cut: int) -> None:
     made: list[bytes] = []

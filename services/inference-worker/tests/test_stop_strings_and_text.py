@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_worker.adapters.tokenizer_file import read_vocabulary
@@ -43,6 +43,7 @@ def test_the_stop_string_that_is_complete_first_wins() -> None:
     assert feed(["bc", "abc"], ["xabc"]) == ("x", True)
 
 
+@settings(deadline=None)
 @given(st.text("ab ", max_size=40), st.lists(st.text("ab ", min_size=1, max_size=4), max_size=4), st.data())
 def test_borders_between_pieces_change_nothing(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -50,6 +51,7 @@ def test_borders_between_pieces_change_nothing(text: str, stops: list[str], data
     assert feed(stops, pieces) == feed(stops, [text]) == feed(stops, list(text))
 
 
+@settings(deadline=None)
 @given(st.text("ab ", max_size=40), st.lists(st.text("ab ", min_size=1, max_size=4), min_size=1, max_size=4))
 def test_the_text_never_contains_a_stop_string(text: str, stops: list[str]) -> None:
     out, found = feed(stops, list(text))
@@ -58,6 +60,7 @@ def test_the_text_never_contains_a_stop_string(text: str, stops: list[str]) -> N
     assert found == any(stop in text for stop in stops)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=20))
 def test_a_character_split_over_tokens_comes_whole(text: str) -> None:
     stream = TextStream(BYTES)
@@ -66,6 +69,7 @@ def test_a_character_split_over_tokens_comes_whole(text: str) -> None:
     assert all("�" not in piece for piece in pieces) or "�" in text
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=20))
 def test_broken_bytes_become_replacement_characters_as_in_one_decode(data: bytes) -> None:
     stream = TextStream(BYTES)
