@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 
@@ -64,13 +65,38 @@ async def test_what_came_before_an_error_is_delivered_first() -> None:
         await anext(pieces)
 
 
-async def test_cancelling_stops_the_work(tiny_engine: MakeEngine, prompt: Prompt, eventually: Eventually) -> None:
-    with EngineThread(tiny_engine()) as thread:
+class Observing:
+    """An Observer that counts nothing."""
+
+    def step(self, report: StepReport) -> None: ...
+    def ended(self, outcome: str) -> None: ...
+    def hinted(self, tokens: int) -> None: ...
+    def prefix_used(self, outcome: str, lookups: int, lookups_outside: int) -> None: ...
+
+
+class HoldingObserver(Observing):
+    """Holds the engine at the end of its second step until it is let go: whoever has the first piece is in no hurry then."""
+
+    def __init__(self) -> None:
+        self.steps, self.go_on = 0, threading.Event()
+
+    def step(self, report: StepReport) -> None:
+        self.steps += 1
+        if self.steps == 2:
+            self.go_on.wait(30)
+
+
+async def test_cancelling_stops_the_work(
+    tiny: CausalLM, tiny_vocabulary: Vocabulary, prompt: Prompt, eventually: Eventually
+) -> None:
+    holding = HoldingObserver()
+    with EngineThread(Engine(tiny, tiny_vocabulary, Limits(), observer=holding)) as thread:
         stream, sequence = thread.submit(Request(prompt(10), Sampling(ignore_eos=True)))
         await anext(stream.pieces())
         thread.engine.cancel(sequence)
+        holding.go_on.set()
         await eventually(lambda: not thread.engine.load.requests_running)
-        assert thread.engine.totals.completion_tokens < 190
+        assert thread.engine.totals.completion_tokens <= 2
 
 
 async def test_leaving_stops_the_thread_with_work_in_progress(tiny_engine: MakeEngine, prompt: Prompt) -> None:
@@ -83,7 +109,7 @@ async def test_leaving_stops_the_thread_with_work_in_progress(tiny_engine: MakeE
     assert thread.engine.draining
 
 
-class FailingObserver:
+class FailingObserver(Observing):
     """Raises at its first step."""
 
     def __init__(self) -> None:
@@ -93,15 +119,6 @@ class FailingObserver:
         if not self.failed:
             self.failed = True
             raise RuntimeError("no more metrics")
-
-    def ended(self, outcome: str) -> None:
-        """Counts nothing."""
-
-    def hinted(self, tokens: int) -> None:
-        """Counts nothing."""
-
-    def prefix_used(self, outcome: str, lookups: int, lookups_outside: int) -> None:
-        """Counts nothing."""
 
 
 async def test_nobody_waits_for_a_thread_that_failed_and_it_goes_on(
@@ -122,5 +139,5 @@ async def test_a_closed_door_does_not_keep_an_idle_thread_busy(tiny_engine: Make
     engine.wait_for_work(0.05)
     assert time.monotonic() - began >= 0.04
     engine.wake()
-    engine.wait_for_work(10.0)
-    assert time.monotonic() - began < 5.0
+    engine.wait_for_work(60.0)
+    assert time.monotonic() - began < 30.0
