@@ -438,7 +438,8 @@ async def test_a_store_that_comes_back_within_the_wait_is_waited_for(
         return opening(*asked)
 
     fake_store.open = fails_once
-    asked, leases = await LeaseDesk(NoCatalogue(), catalogue, 10.0).take(Request((1,)), None, Choice("rules"))
+    patient = Request((1,), policy=WaitPolicy(20.0))
+    asked, leases = await LeaseDesk(NoCatalogue(), catalogue, 30.0).take(patient, None, Choice("rules"))
     assert (asked.missing, leases.prefix.memory is not None, len(tries)) == ((), True, 2)
     leases.release()
     assert catalogue.prefixes()[0].requests == 0

@@ -22,7 +22,7 @@ import pytest
 
 from inference_worker.adapters import asm_store
 from inference_worker.adapters.asm_store import ListedDictionary, StoreConnection, StoreOfPrefixes
-from inference_worker.adapters.source_watch import SourceWatch
+from inference_worker.adapters.source_watch import WATCH_SECONDS, SourceWatch
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
 from treadle.client.asm import AsmStore, ReadManifests
@@ -127,7 +127,8 @@ def test_a_flip_in_a_store_of_hundreds_of_versions_is_heard(store: tuple[str, Pa
         SourceWatch(lambda: StoreConnection(endpoint, None, manifests), hears, name="asm store", address=address),
     ):
         until(lambda: len(hears.versions) == VERSIONS, "all are heard")
-        published, updates = asm.publish(made).stored, hears.updates
+        updates = hears.updates
+        published = asm.publish(made).stored
         until(lambda: hears.versions.get("new") is True, "the new one is heard")
         assert (hears.updates, len(hears.versions), manifests.count) == (updates + 1, VERSIONS + 1, VERSIONS + 1)
         asm.delete(published.ref)
@@ -191,18 +192,35 @@ def test_a_list_that_is_late_is_told_and_asked_for_again(slow: tuple[Slow, Endpo
         until(lambda: hears.updates == 2, "it is heard again")
 
 
+class Clock:
+    """Stands for the module `time`; it goes on as that does, and is put forward."""
+
+    ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
 def test_a_watch_is_renewed_after_its_time_and_all_is_listed_again(
     slow: tuple[Slow, Endpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = Clock()
     monkeypatch.setattr(asm_store, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(asm_store, "time", clock)
     store, endpoint = slow
     with closing(StoreConnection(endpoint)) as connection:
-        heard = connection.watch(0.3)
+        heard = connection.watch(WATCH_SECONDS)
         assert len(next(heard)) == 1
+        clock.ahead += WATCH_SECONDS
         with pytest.raises(DeadlineExceeded, match="is to be renewed"):
             next(heard)
-    monkeypatch.setattr("inference_worker.adapters.source_watch.WATCH_SECONDS", 0.3)
-    hears = Hears()
+
+    class HearsForLong(Hears):
+        def update(self, resident: Sequence[ListedDictionary]) -> None:
+            super().update(resident)
+            clock.ahead += WATCH_SECONDS
+
+    hears = HearsForLong()
     with SourceWatch(lambda: StoreConnection(endpoint), hears, name="asm store", address=endpoint.address):
         until(lambda: hears.updates >= 3, "it is listed again and again")
     assert (hears.lost_for, store.watches >= 4) == ([], True)
