@@ -64,6 +64,7 @@ from treadle.nn.token_map import compressed_token_map, token_map_digest
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE = 32, 4, 4, 2, 8, 48
 TinyEngram = tuple[EngramModel, NDArray[np.int32], dict[int, NDArray[np.uint8]]]
 END = 256  # the tiny model's end-of-sequence token; 0 to 255 are bytes
+PATIENCE_SECONDS = 60.0  # for what takes milliseconds on a quiet machine
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -446,10 +447,10 @@ def take() -> Callable[..., Lease[EngramMemory]]:
 
 @pytest.fixture
 def soon() -> Callable[[Callable[[], bool]], None]:
-    """Waits until something is so that another thread does; ten seconds at most."""
+    """Waits until something is so that another thread or process does; PATIENCE_SECONDS at most."""
 
     def wait(is_so: Callable[[], bool]) -> None:
-        never, until = threading.Event(), time.monotonic() + 10
+        never, until = threading.Event(), time.monotonic() + PATIENCE_SECONDS
         while not is_so():
             assert time.monotonic() < until
             never.wait(0.001)
@@ -527,10 +528,10 @@ def ask() -> Callable[..., list[Piece]]:
 
 @pytest.fixture
 def eventually() -> Callable[[Callable[[], bool]], Awaitable[None]]:
-    """Waits until something is so; ten seconds at most."""
+    """Waits until something is so; PATIENCE_SECONDS at most."""
 
     async def wait(is_so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while not is_so():  # noqa: ASYNC110 - what is waited for happens on another thread
                 await asyncio.sleep(0.001)
 

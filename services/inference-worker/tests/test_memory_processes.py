@@ -46,7 +46,8 @@ class Services:
         return self._start("engram_pool", "--segment-dir", str(self._segments), "--listen", listen)
 
     def worker(self, pool: str, *argv: str) -> tuple[subprocess.Popen[str], str]:
-        return self._start("inference_worker", "--model", str(self._model), "--engram-pool", pool, *argv)
+        patient = ("--engram-wait-seconds-max", "20")  # no answer is to be degraded because the machine was busy
+        return self._start("inference_worker", "--model", str(self._model), "--engram-pool", pool, *patient, *argv)
 
     def _start(self, module: str, *argv: str) -> tuple[subprocess.Popen[str], str]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -148,7 +149,8 @@ def batch_of(pool: EngramPool, address: str, transport: str, model: Any, folder:
     """Log-probabilities of the same prompt with two memories, none, and the first again, in one batch of an engine in this process."""
     opener = Opener(model.config, folder / "tokenizer.json")
     catalogue = Catalogue(PoolOfMemories(Endpoint(address), transport), opener, open_max=2)
-    engine = Engine(model, read_vocabulary(folder / "tokenizer.json"), Limits(), prefetcher=StepPrefetcher())
+    vocabulary, prefetcher = read_vocabulary(folder / "tokenizer.json"), StepPrefetcher()
+    engine = Engine(model, vocabulary, Limits(), prefetcher=prefetcher, engram_wait_seconds_max=20.0)
     patient, sampling = WaitPolicy(20.0), Sampling(max_tokens=8, ignore_eos=True, top_logprobs=0, prompt_logprobs=True)
     with closing(catalogue):
         catalogue.update(pool.list_models())
