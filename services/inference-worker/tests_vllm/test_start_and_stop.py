@@ -7,7 +7,18 @@ import threading
 from pathlib import Path
 
 import pytest
-from worker_processes import START_SECONDS_MAX, Process, Said, living, request, say, started, until, worker_argv
+from worker_processes import (
+    START_SECONDS_MAX,
+    Process,
+    Said,
+    living,
+    request,
+    say,
+    started,
+    until,
+    words_of,
+    worker_argv,
+)
 
 from inference_worker.adapters.golden_check import PROMPT_TOKENS, compare, parameters_of
 from inference_worker.adapters.vllm_engine import TRACKER
@@ -28,7 +39,7 @@ def test_a_worker_that_is_told_to_stop_finishes_its_answers_and_leaves_no_proces
         thread.start()
         until(lambda: worker.status().requests_running == 1, "a generation")
         children = running.children()
-        trackers = [child for child in children if TRACKER in " ".join(child.cmdline())]
+        trackers = [child for child in children if TRACKER in words_of(child)]
         assert len(children) - len(trackers) >= 2
         running.process.send_signal(signal.SIGTERM)
         until(lambda: "draining" in running.log(), "the drain")
@@ -41,8 +52,9 @@ def test_a_worker_that_is_told_to_stop_finishes_its_answers_and_leaves_no_proces
 
 def test_a_worker_that_is_told_to_stop_while_it_starts_leaves_no_process(folder: Path, pool: Process) -> None:
     with started(*worker_argv(folder, pool.listen, "vllm"), ready=False) as running:
-        until(lambda: any("EngineCore" in child.name() or "EngineCore" in "".join(child.cmdline()) for child in running.children()),
-              "the engine's process", START_SECONDS_MAX)  # fmt: skip
+        until(
+            lambda: any("EngineCore" in words_of(child) for child in running.children()), "the engine's process", START_SECONDS_MAX
+        )
         children = running.children()
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(60.0) != 0

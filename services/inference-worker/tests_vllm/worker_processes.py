@@ -50,7 +50,7 @@ class Process:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
     def child(self, name: str) -> psutil.Process:
-        return next(each for each in self.children() if name in " ".join(each.cmdline()) or name in each.name())
+        return next(each for each in self.children() if name in words_of(each))
 
     def log(self) -> str:
         return self.said.read_text(errors="replace")
@@ -91,6 +91,13 @@ def started(*argv: str, ready: bool = True) -> Iterator[Process]:
         assert process.stdout is not None
         process.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def words_of(process: psutil.Process) -> str:
+    """Its name and its command; nothing of one that has ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join((process.name(), *process.cmdline()))
+    return ""
 
 
 def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
