@@ -61,7 +61,7 @@ demo: $(VENV)/installed $(if $(filter vllm,$(ENGINE)),$(VLLM_VENV)/installed)  #
 
 .PHONY: test
 test: $(VENV)/tools  ## all tests
-	$(BIN)/pytest $(PYTEST_FLAGS)
+	$(BIN)/pytest --hypothesis-profile=ci $(PYTEST_FLAGS)  # hypothesis' own: the same examples each time, and none has 200 ms
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_VENV)/installed  ## all tests that need vLLM: its plugin, and the worker's engine vllm beside the embedded one
