@@ -265,10 +265,11 @@ private:
     void end_stopped(const TicketRef& ticket, std::unique_lock<std::mutex>& lock) {
         ticket->stopped = true;
         const bool idle = ticket->pieces_in_flight == 0;
+        const int64_t now = now_ns();  // before the lock goes: what runs next ends later
         if (idle) remember(ticket);
-        if (idle) admission_.ends(*ticket, false, now_ns());
+        if (idle) admission_.ends(*ticket, false, now);
         lock.unlock();
-        if (idle) ticket->end(State::cancelled);
+        if (idle) ticket->end(State::cancelled, now);
     }
 
     const size_t tickets_max_;
