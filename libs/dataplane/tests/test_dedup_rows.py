@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,17 +19,20 @@ TABLE = np.random.default_rng(0).integers(0, 256, (20_000, 48), dtype=np.uint8)
 
 
 class SlowTier:
-    """A table of which each row takes `seconds`."""
+    """A table of which each row takes so long on a clock of its own. interrupted: the number of a fetch that lost its core for a second."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self.fetched = seconds, 0
+    def __init__(self, row_nanoseconds: int, interrupted: int = -1) -> None:
+        self._row_nanoseconds, self._interrupted = row_nanoseconds, interrupted
+        self.now_ns = self.fetches = self.fetched = 0
+
+    def clock(self) -> int:
+        return self.now_ns
 
     def plain(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
-        until = time.perf_counter() + self._seconds * len(ids)
+        self.now_ns += self._row_nanoseconds * len(ids) + (10**9 if self.fetches == self._interrupted else 0)
+        self.fetches += 1
         self.fetched += len(ids)
         out[:] = TABLE[ids]
-        while time.perf_counter() < until:
-            pass
 
     def once(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         unique, inverse = np.unique(ids, return_inverse=True)
@@ -66,13 +68,22 @@ def test_memory_is_measured_as_too_fast_for_it() -> None:
 
 @pytest.mark.parametrize(("repeats", "pays"), [(0.5, True), (0.0, False)])
 def test_a_slow_tier_pays_where_a_batch_repeats(repeats: float, pays: bool) -> None:
-    tier = SlowTier(2e-5)
-    decision = measure_dedup(tier.plain, tier.once, first=0, last=20_000, row_bytes=48, repeats=repeats)
+    tier = SlowTier(20_000)
+    decision = measure_dedup(tier.plain, tier.once, first=0, last=20_000, row_bytes=48, repeats=repeats, clock=tier.clock)
     assert decision.pays is pays
-    assert decision.plain_nanoseconds >= 2e4
+    assert decision.plain_nanoseconds == pytest.approx(20_000)
+
+
+@pytest.mark.parametrize("interrupted", range(4))
+def test_a_moment_without_a_core_decides_nothing(interrupted: int) -> None:
+    for repeats, pays in ((0.5, True), (0.0, False)):
+        tier = SlowTier(20_000, interrupted)
+        assert (
+            measure_dedup(tier.plain, tier.once, first=0, last=20_000, row_bytes=48, repeats=repeats, clock=tier.clock).pays is pays
+        )
 
 
 def test_a_measurement_is_bounded_however_slow_the_tier() -> None:
-    tier = SlowTier(2e-4)
-    assert measure_dedup(tier.plain, tier.once, first=0, last=20_000, row_bytes=48, repeats=0.5).pays
+    tier = SlowTier(200_000)
+    assert measure_dedup(tier.plain, tier.once, first=0, last=20_000, row_bytes=48, repeats=0.5, clock=tier.clock).pays
     assert tier.fetched <= 4 * PROBE_ROWS
