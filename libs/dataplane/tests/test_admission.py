@@ -46,8 +46,7 @@ def start_long(queue: DeadlineQueue, deadline: Deadline) -> Ticket:
 
 
 def test_what_cannot_be_done_in_time_is_refused_at_once_with_the_predicted_finish(make_queue: MakeQueue) -> None:
-    queue = make_queue(admission=True)
-    assert submit(queue, Deadline.after(1.0)).wait(SECONDS)
+    queue = make_queue(admission=True)  # at the costs it begins with: one piece that lost its core would make all rows dear
     out = np.full((LONG_ROWS.size, TABLE.shape[1]), 0xA5, np.uint8)
     with pytest.raises(DeadlineExceeded, match="refused at once") as refused:
         queue.submit_gather(TABLE, LONG_ROWS, out, Deadline.after(0.000_05))
@@ -114,9 +113,7 @@ def test_a_hint_runs_only_while_nothing_with_a_deadline_waits(make_queue: MakeQu
     assert long.done
     assert timed.done
     assert hint.started_ns >= timed.started_ns
-    assert sum(queue.tenants.figures(0).slack) == queue.stats()["tickets_total"] - sum(1 for ticket in (hint,) if ticket.done), (
-        "a hint has no slack"
-    )
+    assert sum(queue.tenants.figures(0).slack) == queue.stats()["tickets_total"] - len(hints), "a hint has no slack"
 
 
 def test_hints_are_bounded_in_number(make_queue: MakeQueue) -> None:
@@ -168,7 +165,7 @@ def test_pieces_are_bounded_in_time_too(make_queue: MakeQueue) -> None:
 def test_predictions_are_held_against_what_happened(make_queue: MakeQueue) -> None:
     queue = make_queue(admission=True)
     for _ in range(20):
-        assert submit(queue, Deadline.after(1.0), 1000).wait(SECONDS)
+        assert submit(queue, Deadline.after(SECONDS), 1000).wait(SECONDS)
     stats = queue.stats()
     assert sum(stats["prediction_errors"]) == 20
     assert stats["prediction_error_sum"] > 0

@@ -132,11 +132,11 @@ def test_a_full_queue_refuses_and_says_when_to_come_again(make_queue: MakeQueue)
         gathers = [Gather(queue, LATER), Gather(queue, LATER)]
         out = np.full((1, 64), UNTOUCHED, np.uint8)
         try:
-            queue.submit_gather(TABLE, np.zeros(1, np.int64), out, NOW)
+            late = queue.submit_gather(TABLE, np.zeros(1, np.int64), out, NOW)
         except ResourceExhausted as error:
             refused = error
             break
-        long.wait(SECONDS)
+        assert all(ticket.wait(SECONDS) for ticket in (long, late, *(gather.ticket for gather in gathers)))
     else:
         raise AssertionError("never full")
     long.cancel()

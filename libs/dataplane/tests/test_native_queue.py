@@ -25,9 +25,9 @@ def test_a_ticket_starts_and_ends_while_a_busy_python_thread_keeps_the_gil() -> 
     switch_seconds = sys.getswitchinterval()
     with DeadlineQueue() as queue:
         witness = threading.Thread(target=lambda: let_in.append(go.wait(SECONDS)))  # any Python thread that gets the GIL
-        witness.start()
-        sys.setswitchinterval(SECONDS)  # from here on nobody takes the GIL from this thread: it computes, and never waits
+        sys.setswitchinterval(SECONDS)  # nobody takes the GIL from a thread that computes
         try:
+            witness.start()  # it keeps the GIL until it waits, and this thread from there on
             go.set()
             ticket = queue.submit_gather(table, rows, out, Deadline(0))
             until = time.monotonic() + SECONDS / 2

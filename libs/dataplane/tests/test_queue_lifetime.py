@@ -71,7 +71,8 @@ def submit_many(queue: DeadlineQueue, count: int) -> list[Ticket]:
 
 def test_close_cancels_what_is_queued_and_wakes_who_waits(implementation: Implementation) -> None:
     queue = DeadlineQueue(implementation=implementation, piece_rows=16)
-    tickets = submit_many(queue, 12)
+    out = np.zeros((ROWS.size, 4096), np.uint8)
+    tickets = [queue.submit_gather(TABLE, ROWS, out, Deadline(at)) for at in range(1000)]  # 17 GB: seconds, whoever is kept waiting
     answers: list[bool] = []
     waiting = threading.Thread(target=lambda: answers.append(tickets[-1].wait(WAIT_SECONDS_MAX)))
     waiting.start()
