@@ -174,7 +174,7 @@ def test_a_stop_ends_streams_that_would_go_on_for_ever(service: Running) -> None
 
 
 def test_after_a_signal_what_comes_late_is_served_for_a_while_and_the_health_says_no() -> None:
-    running = Running("--drain-seconds", "30", "--drain-grace-seconds", "1.5")
+    running = Running("--drain-seconds", "30", "--drain-grace-seconds", "4")
     health = health_pb2_grpc.HealthStub(running.channel)
     watch = iter(health.Watch(health_pb2.HealthCheckRequest(), timeout=20))
     assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
