@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ from treadle.engram.v1 import engram_pool_pb2 as pb
 from treadle.engram.v1 import engram_pool_pb2_grpc as pb_grpc
 from treadle.kernels import quantise
 
-sys.path.append(str(Path(__file__).parent))  # flipping.py
+sys.path.append(str(Path(__file__).parent))  # flipping.py, freezing.py
 PATIENCE_SECONDS = 20.0  # for what takes milliseconds on a quiet machine
 
 
@@ -95,15 +96,20 @@ def eventually() -> Callable[[Callable[[], bool], str], Awaitable[None]]:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """`free_port()`: one that nobody listens on now."""
+    """`free_port()`: one that nobody listens on now, nor is given for the asking: each one once."""
 
-    def find() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
+    return lambda: next(filter(_is_free, _PORTS))
 
-    return find
+
+# Below those that the system hands out: between the look and its use no other door or connection gets it.
+_PORTS = itertools.islice(itertools.cycle(range(23_000, 32_000)), os.getpid() % 9_000, None)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe, suppress(OSError):
+        probe.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 # -- models -----------------------------------------------------------------------------------------------------------------
