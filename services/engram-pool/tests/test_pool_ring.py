@@ -38,6 +38,9 @@ from treadle.dataplane import IMPLEMENTATION
 
 if TYPE_CHECKING:
     from tests.conftest import Process, StartPool
+    from tests.freezing import freeze
+else:
+    from freezing import freeze
 
 pytestmark = pytest.mark.skipif(IMPLEMENTATION != "native", reason="the native extension was not built: a C++20 compiler makes it")
 
@@ -161,7 +164,7 @@ def test_a_stopped_pool_costs_the_policy_and_no_more(start: Start, memory: Path,
         with running.pool.open("demo", transport="ring") as handle:
             windows = some_windows(demo, 8)
             expected = handle.lookup(windows)
-            running.process.child.send_signal(signal.SIGSTOP)
+            freeze(running.process.child.pid)
             try:
                 for _ in range(3):
                     before = time.monotonic()
