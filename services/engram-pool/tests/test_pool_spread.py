@@ -179,7 +179,7 @@ def test_a_handle_on_one_owner_asks_all_and_a_killed_one_is_missed_by_nobody(
             more(load, until)
             owners.up["c"].kill()  # what b could not bear alone
             more(load, until)
-        assert load.slowest_seconds < 2
+        assert load.slowest_seconds < 4
 
 
 def test_an_owner_joins_and_another_leaves_under_load_and_no_request_is_lost(

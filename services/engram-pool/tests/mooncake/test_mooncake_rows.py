@@ -41,6 +41,9 @@ from treadle.kernels.segment import Segment
 
 if TYPE_CHECKING:
     from tests.conftest import Process, StartPool
+    from tests.freezing import freeze
+else:
+    from freezing import freeze
 
 Until = Callable[[Callable[[], bool], str], None]
 DOOR = ("--mooncake-listen", "127.0.0.1:0")
@@ -119,7 +122,7 @@ def test_a_gather_of_more_than_two_thousand_rows_is_one_read_and_right(process: 
         assert our_landing().figures().reads == before + 1
 
 
-def test_a_few_rows_are_read_from_the_table_itself(process: Process, demo: EngramModel) -> None:
+def test_a_few_rows_are_read_from_the_table_itself(process: Process, demo: EngramModel, until: Until) -> None:
     with both(process.fabric, demo) as (by_mooncake, mapped):
         for count in (1, 2, 3, 4):
             ids = np.random.default_rng(count).integers(0, demo.rows_hashed(1), (count, 1))
@@ -127,7 +130,7 @@ def test_a_few_rows_are_read_from_the_table_itself(process: Process, demo: Engra
     assert staged_requests(process) == 0  # nobody asked the owner to gather
     with both(process.fabric, demo) as (by_mooncake, _):
         by_mooncake.gather(1, np.zeros((5, 1), dtype=np.int64))
-    assert staged_requests(process) == 1
+    until(lambda: staged_requests(process) == 1, "the request is counted, once it is answered")
 
 
 def staged_requests(process: Process) -> int:
@@ -167,7 +170,7 @@ def test_a_row_outside_its_table_is_refused_with_out_untouched(process: Process,
                 by_mooncake.gather(1, asked, out)
             assert (out == 7).all()
     with closing(control_of(process, demo)) as control, pytest.raises(RowOutOfRange, match=str(rows)):
-        control.gather(1, np.array([0, rows]), Deadline.after(2))  # the owner checks too
+        control.gather(1, np.array([0, rows]), Deadline.after(20))  # the owner checks too
 
 
 # -- who may, and which version -----------------------------------------------------------------------------------------------
@@ -196,17 +199,17 @@ def test_a_tenant_is_held_to_its_quota_there_too(
     keys, token, tenants = tmp_path / "keys", tmp_path / "token", tmp_path / "tenants.yaml"
     keys.write_text("pool-key")
     token.write_text("tenant-key")
-    tenants.write_text(f"tenants:\n  - {{name: few, token_file: {token}, rows_per_second_max: 100}}\n")
+    tenants.write_text(f"tenants:\n  - {{name: few, token_file: {token}, rows_per_second_max: 1}}\n")
     flags = (*DOOR, "--api-key-file", str(keys), "--tenants-file", str(tenants))
     with start_pool(tmp_path / "s", *flags) as process, Fabric(engram=process.address, key="pool-key") as fabric:
         fabric.engram.load_random(demo, token_map)
         with closing(control_of(process, demo, "tenant-key", fabric)) as control:
-            control.release(control.gather(1, np.arange(100), Deadline.after(2)))
+            control.release(control.gather(1, np.arange(100), Deadline.after(20)))
             with pytest.raises(ResourceExhausted, match="few") as refused:
-                control.gather(1, np.arange(100), Deadline.after(2))
+                control.gather(1, np.arange(100), Deadline.after(20))
         assert refused.value.retry_after_seconds is not None
         with closing(control_of(process, demo, "pool-key", fabric)) as control:
-            control.gather(1, np.arange(4_000), Deadline.after(2))
+            control.gather(1, np.arange(4_000), Deadline.after(20))
 
 
 def test_a_pool_that_holds_a_part_answers_only_for_its_rows(
@@ -236,9 +239,9 @@ def test_a_request_for_another_version_than_was_opened_is_refused(process: Proce
     with closing(control_of(process, demo)) as control:
         control._ref.version = "0" * 64
         with pytest.raises(FingerprintMismatch, match="version"):
-            control.gather(1, np.zeros(3, dtype=np.int64), Deadline.after(2))
+            control.gather(1, np.zeros(3, dtype=np.int64), Deadline.after(20))
     with pytest.raises(NotFound):
-        SocketControl(door_of(process), demo.name, "0" * 64, None, Deadline.after(2))
+        SocketControl(door_of(process), demo.name, "0" * 64, None, Deadline.after(20))
 
 
 def test_a_removed_version_stays_for_its_readers_and_goes_with_the_last(
@@ -297,9 +300,9 @@ def test_full_slots_push_back_and_a_client_that_leaves_gives_them_back(
         process.fabric.engram.load_random(demo, token_map)
         first, second = control_of(process, demo), control_of(process, demo)
         with closing(first), closing(second):
-            staged = first.gather(1, ids, Deadline.after(2))
+            staged = first.gather(1, ids, Deadline.after(20))
             with pytest.raises(ResourceExhausted, match="mooncake_slots") as refused:
-                second.gather(1, ids, Deadline.after(2))
+                second.gather(1, ids, Deadline.after(20))
             assert refused.value.retry_after_seconds is not None
             first.release(staged)
             until(lambda: gathers(second, ids), "a released slot is lent again")
@@ -309,7 +312,7 @@ def test_full_slots_push_back_and_a_client_that_leaves_gives_them_back(
 
 def gathers(control: SocketControl, ids: NDArray[np.int64]) -> bool:
     try:
-        control.gather(1, ids, Deadline.after(2))
+        control.gather(1, ids, Deadline.after(20))
     except ResourceExhausted:
         return False
     return True
@@ -379,9 +382,9 @@ def test_a_read_that_is_late_is_given_up_and_its_slot_comes_back_only_when_it_ha
     process: Process, demo: EngramModel, until: Until
 ) -> None:
     with closing(control_of(process, demo)) as control:
-        staged = control.gather(1, np.arange(100), Deadline.after(2))
+        staged = control.gather(1, np.arange(100), Deadline.after(20))
         before = landing_figures().quarantined_bytes
-        os.kill(process.child.pid, signal.SIGSTOP)
+        freeze(process.child.pid)
         try:
             begun = time.monotonic()
             with (
@@ -389,7 +392,7 @@ def test_a_read_that_is_late_is_given_up_and_its_slot_comes_back_only_when_it_ha
                 our_landing().read(control.owner.engine, [(staged.address, staged.length)], Deadline.after(0.2)),
             ):
                 pass
-            assert time.monotonic() - begun < 1
+            assert time.monotonic() - begun < 4  # Mooncake's own time limit is 5 s or more
             assert landing_figures().quarantined_bytes == before + SLOT_BYTES
         finally:
             os.kill(process.child.pid, signal.SIGCONT)
@@ -398,13 +401,13 @@ def test_a_read_that_is_late_is_given_up_and_its_slot_comes_back_only_when_it_ha
 
 def test_the_slot_of_a_failed_read_is_never_used_again(process: Process, demo: EngramModel) -> None:
     with closing(control_of(process, demo)) as control:
-        staged = control.gather(1, np.arange(100), Deadline.after(2))
+        staged = control.gather(1, np.arange(100), Deadline.after(20))
         process.kill()
         land, before = our_landing(), landing_figures()
         spoilt: list[int] = []
         land.engine.read, original = _noting(land, spoilt), land.engine.read  # type: ignore[method-assign]
         try:
-            with pytest.raises(Unavailable), land.read(control.owner.engine, [(staged.address, 64)], Deadline.after(8)):
+            with pytest.raises(Unavailable), land.read(control.owner.engine, [(staged.address, 64)], Deadline.after(20)):
                 pass
         finally:
             land.engine.read = original  # type: ignore[method-assign]
@@ -430,7 +433,7 @@ def _noting(land: Landing, spoilt: list[int]) -> Callable[..., int]:
 def test_a_stopped_owner_costs_the_caller_no_more_than_its_time_limit(process: Process, demo: EngramModel) -> None:
     windows = windows_of(demo, 10)
     with Fabric(engram=process.address, timeout_seconds=0.5) as fabric, both(fabric, demo) as (by_mooncake, mapped):
-        os.kill(process.child.pid, signal.SIGSTOP)
+        freeze(process.child.pid)
         try:
             begun = time.monotonic()
             with pytest.raises((DeadlineExceeded, Unavailable)):
