@@ -45,6 +45,19 @@ async def test_a_request_ends_at_its_deadline() -> None:
             await asyncio.Event().wait()
 
 
+async def test_a_request_that_is_over_says_so_though_a_call_has_noticed_it_first() -> None:
+    async def request(seconds: float) -> None:
+        async with Admission(1).admit(seconds) as lifetime:
+            while 0 < lifetime.deadline.remaining_seconds() < 1:  # the loop, and so its timer, does not run meanwhile
+                pass
+            raise DeadlineExceeded("the worker did not finish in time")
+
+    with pytest.raises(DeadlineExceeded, match=r"not complete within 0\.01 seconds"):
+        await request(0.01)
+    with pytest.raises(DeadlineExceeded, match="the worker did not finish"):  # by its own prediction, long before
+        await request(600)
+
+
 async def test_a_request_ends_with_the_reason_that_it_is_given_and_only_the_first() -> None:
     async def request() -> None:
         async with Admission(1).admit(10) as lifetime:

@@ -14,6 +14,7 @@ from treadle.contract import Deadline
 from treadle.contract.errors import DeadlineExceeded, ResourceExhausted, TreadleError, Unavailable
 
 BUSY_RETRY_SECONDS = 1.0  # a generation in progress ends within about that on a machine that keeps up
+OVER_SECONDS = 0.01  # timers are rounded each in its own way: what ends so near to the deadline ends by it
 
 
 class Lifetime:
@@ -49,8 +50,12 @@ class Lifetime:
         try:
             await self._timeout.__aexit__(kind, error, trace)
         except TimeoutError as expired:
-            late = DeadlineExceeded(f"not complete within {self._seconds:g} seconds")
-            raise self._reason or late from expired
+            raise self._reason or self._late() from expired
+        if isinstance(error, DeadlineExceeded) and self.deadline.remaining_seconds() < OVER_SECONDS:
+            raise self._late() from error  # a call that was given what was left has noticed it first
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"not complete within {self._seconds:g} seconds")
 
 
 class Admission:
