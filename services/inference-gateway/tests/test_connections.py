@@ -79,7 +79,9 @@ def test_requests_that_come_together_are_answered_in_their_order(gateway: Any) -
 
 def test_trailers_of_a_body_are_passed_over(gateway: Any) -> None:
     body = json.dumps(BODY).encode()
-    trailers = b"".join(b"x-%d: %s\r\n" % (number, b"a" * 100) for number in range(500))
+    trailers = b"".join(
+        b"x-%d: %s\r\n" % (number, b"a" * 100) for number in range(200)
+    )  # more than a head may have, and less than is kept of what is not whole
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
     with connected(gateway) as connection:
         connection.sendall(head + b"%x\r\n%b\r\n0\r\n" % (len(body), body) + trailers + b"\r\n")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
@@ -98,6 +101,7 @@ def test_a_prompt_above_a_minutes_worth_waits_for_a_full_minute_and_is_charged_w
     use.charge_prompt(250)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(1, 400)), max_size=60), st.integers(1, 1000))
 def test_no_more_than_the_rate_and_one_minutes_worth_is_ever_admitted(asked: list[tuple[float, int]], per_minute: int) -> None:
     clock = Clock()
@@ -111,6 +115,7 @@ def test_no_more_than_the_rate_and_one_minutes_worth_is_ever_admitted(asked: lis
     assert admitted <= flowed + per_minute + max(0, largest - per_minute) + 1e-6
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1000), st.integers(1, 1000), st.integers(0, 2000))
 def test_a_limit_that_changes_forgets_nothing_that_was_used(before: int, after: int, used: int) -> None:
     clock = Clock()
@@ -147,7 +152,7 @@ def test_the_request_beyond_its_minute_is_refused_with_the_time_to_come_again(li
     assert first.status_code == 200
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
-    assert first.headers["x-ratelimit-reset-requests"] in ("30s", *(f"29.{rest}s" for rest in range(1000)))
+    assert 10 < float(first.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 30
     assert "x-ratelimit-limit-tokens" not in first.headers
     assert gateway.http.get("/v1/models").status_code == 200  # looking is free
     assert gateway.chat().status_code == 200
@@ -162,14 +167,20 @@ def test_the_request_beyond_its_minute_is_refused_with_the_time_to_come_again(li
     assert gateway.figure("treadle_gateway_requests_total", route="/v1/chat/completions", outcome="limited") == 1
 
 
+def flowed_back(begun: float) -> int:
+    """Tokens of 600 a minute that may have flowed back since then, at most."""
+    return math.ceil((time.monotonic() - begun) * 600 / 60)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_are_charged_as_they_were_used(limited: Any, worker: Any, stream: bool) -> None:
     gateway = limited("tokens_per_minute=600")
+    begun = time.monotonic()
     answer = gateway.chat(stream=stream, max_tokens=5)
     assert answer.headers["x-ratelimit-limit-tokens"] == "600"
     prompt = len(worker.requests[-1].prompt_token_ids)
     used = prompt + (1 if stream else 5)  # the head of a stream leaves with its first token
-    assert 600 - used <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600 - used + 5  # ten flow back in a second
+    assert 600 - used <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600 - used + flowed_back(begun)
     assert gateway.figure("treadle_gateway_tenant_tokens_total", tenant="first", kind="prompt") == prompt
     assert gateway.figure("treadle_gateway_tenant_tokens_total", tenant="first", kind="completion") == 5
 
@@ -202,15 +213,29 @@ def test_a_prompt_whose_caller_does_not_wait_for_its_answer_is_charged(limited: 
     gateway = limited("tokens_per_minute=200")
     worker.script = scripts["wait_first"](30)
     body = {"model": MODEL, "prompt": "x" * 100}
-    with pytest.raises(httpx.ReadTimeout):
-        gateway.http.post("/v1/completions", json=body, timeout=0.5)
-    assert gateway.http.post("/v1/completions", json=body, headers={"x-request-timeout": "0.5"}).status_code == 504
+    leave_once(lambda: len(worker.requests) == 1, gateway, body)
+    assert gateway.http.post("/v1/completions", json=body, headers={"x-request-timeout": "2.5"}).status_code == 504
     asked = len(worker.requests)
     assert asked == 2
     refused = gateway.http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
     assert len(worker.requests) == asked
     assert gateway.figure("treadle_gateway_tenant_tokens_total", tenant="first", kind="prompt") == 200
+
+
+def leave_once(holds: Callable[[], bool], gateway: Any, body: dict[str, Any]) -> None:
+    """Ask for a completion, and leave without its answer once something holds."""
+    host, port = gateway.ready["listen"].split(":")
+    text = json.dumps(body)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer first-key\r\ncontent-length: {len(text)}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall((head + text).encode())
+        end = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < end, "nobody is asked"
+            time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +285,7 @@ def test_a_key_has_so_many_requests_at_once(limited: Any, worker: Any, scripts: 
     with gateway.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         lines = stream.iter_lines()
         assert next(lines)
-        with httpx.Client(base_url=gateway.url, trust_env=False) as second:
+        with httpx.Client(base_url=gateway.url, timeout=20, trust_env=False) as second:
             refused = second.post("/v1/chat/completions", json=body, headers={"authorization": "Bearer first-key"})
             assert refused.status_code == 429
             assert "at once" in refused.json()["error"]["message"]
@@ -268,25 +293,27 @@ def test_a_key_has_so_many_requests_at_once(limited: Any, worker: Any, scripts: 
             with second.stream("POST", "/v1/chat/completions", json=body, headers={"authorization": "Bearer other-key"}) as other:
                 assert other.status_code == 200
         assert list(lines)[-2] == "data: [DONE]"
-    end = time.monotonic() + 5
+    end = time.monotonic() + 10
     while gateway.chat().status_code != 200:
         assert time.monotonic() < end, "the place is free again"
 
 
 def test_several_choices_pay_their_prompt_once_and_all_their_tokens(limited: Any, worker: Any) -> None:
     gateway = limited("tokens_per_minute=600")
+    begun = time.monotonic()
     answer = gateway.chat(n=3, max_tokens=4)
     assert answer.status_code == 200
     used = len(worker.requests[-1].prompt_token_ids) + 3 * 4
-    assert 600 - used <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600 - used + 5
+    assert 600 - used <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 600 - used + flowed_back(begun)
 
 
 def test_vectors_pay_for_their_inputs(limited: Any) -> None:
     gateway = limited("tokens_per_minute=600 requests_per_minute=2")
     body = {"model": MODEL, "input": ["one", "three"]}
+    begun = time.monotonic()
     answer = gateway.http.post("/v1/embeddings", json=body)
     assert answer.status_code == 200
-    assert 592 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 597
+    assert 592 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 592 + flowed_back(begun)
     assert gateway.figure("treadle_gateway_tenant_tokens_total", tenant="first", kind="prompt") == 8
     assert gateway.http.post("/v1/embeddings", json=body).status_code == 200
     assert gateway.http.post("/v1/embeddings", json=body).status_code == 429

@@ -32,7 +32,8 @@ async def test_a_wait_that_is_too_long_is_interrupted_and_leaves_no_trace_in_the
 async def test_every_wait_gets_its_whole_time_whenever_the_timer_was_set() -> None:
     patience, loop = Patience(), asyncio.get_running_loop()
     begun = loop.time()
-    await patience.within(0.1, asyncio.sleep(0.06))
+    await patience.within(0.1, asyncio.sleep(0))
+    await asyncio.sleep(0.06)
     with pytest.raises(TimeoutError):
         await patience.within(0.1, never())
     assert loop.time() - begun >= 0.155  # the timer of the first wait rang at 0.1
