@@ -91,13 +91,13 @@ async def listening(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter]
 async def calling(address: str, **more: Any) -> AsyncIterator[StreamingCalls]:
     calls = StreamingCalls(Endpoint(address, **more))
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             yield calls
     finally:
         calls.close()
 
 
-async def heard(calls: StreamingCalls, request: bytes = b"", seconds: float = 10.0) -> tuple[list[bytes], Any]:
+async def heard(calls: StreamingCalls, request: bytes = b"", seconds: float = 60.0) -> tuple[list[bytes], Any]:
     """All messages, and the error at the end: code, text and what trails."""
     messages = []
     try:

@@ -26,9 +26,12 @@ from treadle.contract.errors import AccessDenied, InvalidArgument
 
 
 def written(path: Path, text: str, mode: int = 0o600) -> Path:
-    path.touch(mode)
-    path.write_text(text)
-    path.chmod(mode)
+    """The file with that text, in one step: whoever follows it never finds it empty or half."""
+    new = path.with_name("new-keys")
+    new.touch(mode)
+    new.write_text(text)
+    new.chmod(mode)
+    new.replace(path)
     return path
 
 
@@ -186,10 +189,10 @@ def test_a_revoked_key_opens_nothing_and_a_new_one_does_without_a_restart(
     gateway.process.send_signal(signal.SIGHUP)  # at once; else within a second
     wait_until(lambda: opens("new-key"), "the new key opens")
     assert not opens("old-key")
-    path.write_text("new-key engram=\n")  # no line that fits: all stays as it was
+    written(path, "new-key engram=\n")  # no line that fits: all stays as it was
     wait_until(lambda: gateway.figure("treadle_gateway_key_file_changes_total", outcome="failed") == 1, "it is seen")
     assert opens("new-key")
-    path.write_text("# nobody\n")
+    written(path, "# nobody\n")
     wait_until(lambda: not opens("new-key"), "nobody comes in")
     assert gateway.figure("treadle_gateway_key_file_changes_total", outcome="empty") == 1
     assert gateway.process.poll() is None
@@ -206,7 +209,7 @@ def test_a_stream_of_a_key_that_is_revoked_meanwhile_ends_well(
     worker.script = scripts["wait_first"](1.0)
     body = {"model": "tiny-chat", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     with gateway.http.stream("POST", "/v1/chat/completions", json=body) as stream:
-        path.write_text("other-key\n")
+        written(path, "other-key\n")
         gateway.process.send_signal(signal.SIGHUP)
         assert list(stream.iter_lines())[-2] == "data: [DONE]"
     wait_until(lambda: gateway.http.get("/v1/models").status_code == 401, "the key is revoked")

@@ -88,7 +88,7 @@ async def test_who_does_not_read_holds_the_worker_back_and_nobody_else() -> None
             yield bytes(10_000)
 
     async with serving(flood) as (address, _), calling(address) as calls:
-        slow = await calls.begin(METHOD, b"", 10.0)
+        slow = await calls.begin(METHOD, b"", 60.0)
         assert await heard(calls, b"short") == ([bytes(10_000)] * 20, None)
         await still(lambda: sent)
         assert sent < 100  # a window, and what gRPC's server buffers
@@ -121,13 +121,16 @@ async def test_a_deadline_goes_with_the_call_and_ends_it_here_too() -> None:
 
     async def sleep(request: bytes, context: Any) -> AsyncIterator[bytes]:
         told.append(context.time_remaining())
-        await asyncio.sleep(30)
-        yield b""
+        yield b"asleep"
+        await asyncio.sleep(300)
 
     async with serving(sleep) as (address, _), calling(address) as calls:
+        call = await calls.begin(METHOD, b"", 100.0)
+        assert await call.read() == b"asleep"
+        call.close()
         _, error = await heard(calls, seconds=0.3)
     assert error[0] is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0.1 < told[0] <= 0.31
+    assert 50 < told[0] <= 100.1
 
 
 async def test_key_and_trace_go_with_the_call() -> None:

@@ -18,7 +18,7 @@ import pytest
 from inference_gateway.adapters import grpc_calls, grpc_connection
 from inference_gateway.adapters import http2_frames as h2
 from inference_gateway.adapters.grpc_calls import CONNECTIONS_MAX, StreamingCalls
-from inference_gateway.adapters.grpc_connection import SILENT_SECONDS, GrpcConnection
+from inference_gateway.adapters.grpc_connection import GrpcConnection
 from treadle.client import Endpoint
 from treadle.contract.errors import InvalidArgument
 
@@ -97,7 +97,8 @@ async def test_a_server_that_does_not_greet_is_given_up_and_stays_in_nobodys_way
     server.close()
 
 
-async def test_a_connection_on_which_nothing_came_while_a_call_ran_out_is_left() -> None:
+async def test_a_connection_on_which_nothing_came_while_a_call_ran_out_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_connection, "SILENT_SECONDS", 2.5)
     connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -111,9 +112,9 @@ async def test_a_connection_on_which_nothing_came_while_a_call_ran_out_is_left()
         await reader.read()
 
     async with listening(serve) as address, calling(address) as calls:
-        assert (await heard(calls, seconds=SILENT_SECONDS / 4))[1][0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await heard(calls, seconds=0.25))[1][0] is grpc.StatusCode.DEADLINE_EXCEEDED
         assert connections == 1
-        assert (await heard(calls, seconds=SILENT_SECONDS * 1.1))[1][0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await heard(calls, seconds=2.75))[1][0] is grpc.StatusCode.DEADLINE_EXCEEDED
         assert await heard(calls) == ([], None)
         assert connections == 2
 

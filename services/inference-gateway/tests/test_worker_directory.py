@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +257,8 @@ class Registered:
             except Unavailable:
                 pass
             await asyncio.sleep(0.1)
-        await leases.remove(self.entry.name)
+        with suppress(Unavailable):  # then its lease ends
+            await leases.remove(self.entry.name)
         await leases.close()
 
 
