@@ -27,7 +27,7 @@ from treadle.contract import PROTO_VERSION
 from treadle.inference.v1 import worker_pb2, worker_pb2_grpc
 
 sys.path.append(str(Path(__file__).parent))  # called_workers.py
-READY_SECONDS = 20.0
+READY_SECONDS = 60.0
 MODEL = "tiny-chat"
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
@@ -344,7 +344,7 @@ class Gateway:
         body = {"model": MODEL, "messages": [{"role": "user", "content": content}], **more}
         return self.http.post("/v1/chat/completions", json=body)
 
-    def terminate(self, seconds: float = 10.0) -> int:
+    def terminate(self, seconds: float = 30.0) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
@@ -419,7 +419,7 @@ def start_gateway(tmp_path: Path) -> Iterator[Callable[..., Gateway]]:
     started: list[Gateway] = []
 
     def start(*flags: str) -> Gateway:
-        started.append(Gateway([*flags, "--worker-poll-seconds", "0.1"], tmp_path / f"log-{len(started)}"))
+        started.append(Gateway(["--worker-poll-seconds", "0.1", *flags], tmp_path / f"log-{len(started)}"))
         return started[-1]
 
     yield start

@@ -73,7 +73,7 @@ def test_a_worker_that_stands_still_is_left_for_another(
     worker: Any, standing_still: Any, start_gateway: Callable[..., Any]
 ) -> None:
     gateway = start_gateway(
-        "--worker", f"{standing_still.address},{worker.address}", "--worker-first-piece-seconds-max", "0.5",
+        "--worker", f"{standing_still.address},{worker.address}", "--worker-first-piece-seconds-max", "2.5",
         "--drain-grace-seconds", "0",
     )  # fmt: skip
     end = time.monotonic() + 10
@@ -114,7 +114,7 @@ def test_no_more_workers_are_asked_for_vectors_than_may_be(
     worker: Any, standing_still: Any, start_gateway: Callable[..., Any]
 ) -> None:
     gateway = start_gateway(
-        "--worker", f"{standing_still.address},{worker.address}", "--worker-first-piece-seconds-max", "0.5", "--attempts-max", "1",
+        "--worker", f"{standing_still.address},{worker.address}", "--worker-first-piece-seconds-max", "2.5", "--attempts-max", "1",
     )  # fmt: skip
     end = time.monotonic() + 10
     while gateway.log.count("worker ready") < 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -36,8 +37,8 @@ def second(other_worker: Any) -> Any:
 def pair(start_gateway: Any, worker: Any, second: Any) -> Any:
     """A gateway before `worker`, which is asked first of the two while neither is busy, and `second`."""
     gateway = start_gateway(
-        "--worker", f"one={worker.address},two={second.address}", "--worker-first-piece-seconds-max", "0.4",
-        "--worker-idle-seconds-max", "0.4", "--drain-grace-seconds", "0",
+        "--worker", f"one={worker.address},two={second.address}", "--worker-first-piece-seconds-max", "2.5",
+        "--worker-idle-seconds-max", "2.5", "--drain-grace-seconds", "0",
     )  # fmt: skip
     wait_until(lambda: gateway.log.count("worker ready") == 2, "both workers are known")
     return gateway
@@ -55,23 +56,21 @@ async def fall_silent(request: Any, context: Any) -> Any:
     await asyncio.sleep(60)
 
 
-def heal_the_one_not_asked(worker: Any, second: Any) -> threading.Thread:
-    """In a thread: once one of two workers is asked, the other one is well."""
+def hang_at_first(scripts: Any) -> Any:
+    """A script for two workers: whoever is asked first hangs, the other one answers."""
+    asked: list[str] = []
 
-    def heal() -> None:
-        wait_until(lambda: bool(worker.requests or second.requests), "somebody is asked")
-        (second if worker.requests else worker).reset()
+    async def answer(request: Any, context: Any) -> Any:
+        asked.append(request.request_id)
+        async for response in (hang if len(asked) == 1 else scripts["hello"])(request, context):
+            yield response
 
-    healing = threading.Thread(target=heal)
-    healing.start()
-    return healing
+    return answer
 
 
-def test_a_worker_that_stands_still_before_its_answer_costs_a_retry(pair: Any, worker: Any, second: Any) -> None:
-    worker.script = second.script = hang
-    healing = heal_the_one_not_asked(worker, second)
+def test_a_worker_that_stands_still_before_its_answer_costs_a_retry(pair: Any, worker: Any, second: Any, scripts: Any) -> None:
+    worker.script = second.script = hang_at_first(scripts)
     answer = pair.chat()
-    healing.join()
     assert answer.status_code == 200, answer.text
     assert pair.figure("treadle_gateway_retries_total", reason="stalled") == 1
     assert pair.figure("treadle_gateway_worker_stalls_total", when="first") == 1
@@ -82,9 +81,7 @@ def test_a_worker_that_falls_silent_ends_the_answer_with_an_error_of_its_own_nam
     pair: Any, worker: Any, second: Any, stream: bool
 ) -> None:
     worker.script = second.script = fall_silent
-    begun = time.monotonic()
     answer = pair.chat(stream=stream)
-    assert time.monotonic() - begun < 5
     if stream:
         events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
         assert events[-1] == "[DONE]"
@@ -93,7 +90,9 @@ def test_a_worker_that_falls_silent_ends_the_answer_with_an_error_of_its_own_nam
         assert answer.status_code == 504
         error = answer.json()["error"]
     assert (error["code"], error["type"]) == ("worker_stalled", "server_error")
-    assert "sent nothing for 0." in error["message"]
+    seconds = re.search(r"sent nothing for (\S+) seconds, in the middle", error["message"])
+    assert seconds is not None
+    assert 2.4 < float(seconds[1]) < 20
     assert len(worker.requests) + len(second.requests) == 1
     wait_until(lambda: worker.cancelled.is_set() or second.cancelled.is_set(), "the worker's call is cancelled")
     assert pair.figure("treadle_gateway_worker_stalls_total", when="between") == 1
@@ -116,15 +115,13 @@ def test_a_full_worker_is_left_for_the_other(pair: Any, worker: Any, second: Any
 @pytest.mark.parametrize("how", ["field", "header", "both"])
 def test_a_request_may_say_how_long_it_may_take(gateway: Any, worker: Any, scripts: Any, how: str) -> None:
     worker.script = scripts["wait_first"](30)
-    field = {"field": 0.3, "both": 50}.get(how)
-    headers = {} if how == "field" else {"x-request-timeout": "0.3"}
+    field = {"field": 2.5, "both": 50}.get(how)
+    headers = {} if how == "field" else {"x-request-timeout": "2.5"}
     body = CHAT | ({"treadle": {"timeout_seconds": field}} if field else {})
-    begun = time.monotonic()
     answer = gateway.http.post(URL, json=body, headers=headers)
-    assert time.monotonic() - begun < 5
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-    assert "0.3 seconds" in answer.json()["error"]["message"]
-    assert worker.timeouts[-1] <= 0.301  # on the wire it is rounded up
+    assert "2.5 seconds" in answer.json()["error"]["message"]
+    assert worker.timeouts[-1] <= 2.501  # on the wire it is rounded up
     assert worker.cancelled.wait(5)
 
 
@@ -167,7 +164,10 @@ def test_more_requests_than_the_worker_takes_are_refused_at_once_with_the_time_t
     start_gateway: Any, worker: Any, scripts: Any
 ) -> None:
     worker.status["requests_running_max"] = 1
-    gateway = start_gateway("--worker", worker.address, "--queue-headroom", "0", "--queue-max", "0", "--drain-grace-seconds", "0")
+    gateway = start_gateway(
+        "--worker", worker.address, "--queue-headroom", "0", "--queue-max", "0", "--queue-wait-seconds-max", "15",
+        "--drain-grace-seconds", "0",
+    )  # fmt: skip
     gateway.wait_ready()
     worker.script = scripts["endless"]
     with gateway.http.stream("POST", URL, json=CHAT | {"stream": True}) as stream:
@@ -175,7 +175,7 @@ def test_more_requests_than_the_worker_takes_are_refused_at_once_with_the_time_t
         next(lines)
         begun = time.monotonic()
         refused = gateway.chat()
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 10
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert int(refused.headers["retry-after"]) >= 1
         assert gateway.figure("treadle_gateway_generations", model=MODEL) == 1
@@ -269,10 +269,8 @@ def test_a_second_worker_is_asked_for_a_first_piece_that_does_not_come(
     gateway = start_gateway(
         "--worker", f"one={worker.address},two={second.address}", "--hedge-seconds", "0.2", "--drain-grace-seconds", "0"
     )
-    gateway.wait_ready()
-    worker.script = second.script = hang
-    healing = heal_the_one_not_asked(worker, second)
+    wait_until(lambda: gateway.log.count("worker ready") == 2, "both workers are known")
+    worker.script = second.script = hang_at_first(scripts)
     assert gateway.chat().status_code == 200
-    healing.join()
     assert gateway.figure("treadle_gateway_hedges_total", outcome="won") == 1
     wait_until(lambda: worker.cancelled.is_set() or second.cancelled.is_set(), "the slower one is stopped")
