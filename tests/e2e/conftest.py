@@ -19,7 +19,7 @@ import pytest
 from treadle.nn import model_fetch
 
 COMMAND_SECONDS_MAX = 300
-HAPPENS_SECONDS_MAX = 30.0
+HAPPENS_SECONDS_MAX = 120.0  # a worker that is started again takes a tenth of it, on a machine that does nothing else
 PLAIN_KEY, KJV_KEY = "plain-key", "kjv-key"  # the second's requests use the memory unless they choose
 
 

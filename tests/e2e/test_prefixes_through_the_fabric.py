@@ -108,7 +108,8 @@ def test_a_prefix_that_is_not_there_is_refused_by_name(fabric: RunningFabric, pu
 
 def test_the_status_lists_the_prefix(fabric: RunningFabric, published: Published) -> None:
     def listed() -> bool:
-        status = httpx.get(f"{fabric.url}/v1/treadle/status", headers={"authorization": "Bearer plain-key"}, trust_env=False).json()
+        headers = {"authorization": "Bearer plain-key"}
+        status = httpx.get(f"{fabric.url}/v1/treadle/status", headers=headers, timeout=30, trust_env=False).json()
         return any(prefix["version"] == published.version for worker in status["workers"] for prefix in worker["prefixes"])
 
     until(listed)

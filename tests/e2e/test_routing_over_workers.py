@@ -157,14 +157,14 @@ def test_a_conversation_goes_on_where_its_beginning_lies_and_survives_gateway_an
         known = gateway.blocks(first)
 
     with gateway_to(tmp_path, "--worker", workers.flag, name="next") as gateway:  # it knows nothing but what workers tell
-        until(lambda: gateway.blocks(first) == known)
+        until(lambda: gateway.blocks(first) >= known)  # more were told while they were looked at
         home, cached, _ = gateway.chat(LONG, answer, "And the reed?")
         assert home == first
         assert cached >= 3 * 32
         workers.running[first].end()
         home, cached, _ = gateway.chat(LONG, answer, "And the heddles?")
         assert (home, cached) == (other, 0)
-        assert gateway.blocks(first) == 0
+        until(lambda: gateway.blocks(first) == 0)
 
 
 @needs_redis
@@ -209,7 +209,7 @@ class Load:
     def wait_for(self, more: int) -> None:
         """More answers than there are now."""
         wanted = self.answered + more
-        until(lambda: self.answered >= wanted, 60)
+        until(lambda: self.answered >= wanted)
 
     def _chat(self, number: int) -> None:
         while not self._stop.is_set():

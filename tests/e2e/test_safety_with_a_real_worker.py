@@ -158,7 +158,7 @@ def is_refused(gateway: Process) -> bool:
 
 
 def reason_of(gateway: Process) -> str | None:
-    looked = httpx.get(f"http://{gateway.listen}/ready", timeout=10, trust_env=False).json()
+    looked = httpx.get(f"http://{gateway.listen}/ready", timeout=30, trust_env=False).json()
     return None if looked["ready"] else str(looked["reason"])
 
 
