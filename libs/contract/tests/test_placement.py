@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.contract import EngramModel, InvalidArgument, RowLayout, Table
@@ -34,6 +34,7 @@ def model(prime_base: int = 20_000, spare: int = 0) -> EngramModel:
     return made.with_tables({layer: Table(made.rows_hashed(layer) + spare, MAP) for layer in made.layers})
 
 
+@settings(deadline=None)
 @given(st.sampled_from([50, 1_000, 5_000, 30_000]), st.integers(STRETCH_ROWS_MIN, 40_000), st.sampled_from([0, 1, 5_000]))
 def test_stretches_cover_the_table_once_and_cross_no_head(prime_base: int, stretch_rows: int, spare: int) -> None:
     made = model(prime_base, spare)
@@ -55,6 +56,7 @@ def test_the_fabrics_own_choice_is_fine_enough_to_balance_and_bounded() -> None:
         stretches(large, 2, STRETCH_ROWS_MIN)
 
 
+@settings(deadline=None)
 @given(NAMES, st.data())
 def test_owners_are_distinct_and_do_not_depend_on_the_order_of_the_names(names: list[str], data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, len(names)))
@@ -66,6 +68,7 @@ def test_owners_are_distinct_and_do_not_depend_on_the_order_of_the_names(names: 
         assert owners == owners_of(stretch, MAP, shuffled, replicas)
 
 
+@settings(deadline=None)
 @given(NAMES, st.from_regex(r"[0-9]{3}", fullmatch=True), st.integers(1, 3))
 def test_an_owner_that_joins_takes_its_own_and_moves_nothing_else(names: list[str], newcomer: str, replicas: int) -> None:
     replicas = min(replicas, len(names))

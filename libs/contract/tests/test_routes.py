@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.contract import EngramModel, InvalidArgument, RowLayout, Table
@@ -42,6 +42,7 @@ RANGES = st.lists(st.integers(0, 48_000), min_size=0, max_size=10, unique=True).
 )
 
 
+@settings(deadline=None)
 @given(st.lists(RANGES, min_size=1, max_size=4))
 def test_every_row_is_asked_of_an_owner_that_holds_it_or_of_nobody(held: list[list[tuple[int, int]]]) -> None:
     owners = [owner(f"o{n}", ranges) for n, ranges in enumerate(held)]

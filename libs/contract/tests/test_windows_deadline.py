@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -73,6 +73,7 @@ def test_a_deadline_is_absolute_inside_and_relative_outside() -> None:
     assert Deadline.after(1, now_ns=0) < deadline
 
 
+@settings(deadline=None)
 @given(st.floats(min_value=0, max_value=1e6), st.integers(min_value=0, max_value=10**15))
 def test_what_is_sent_is_what_is_left(seconds: float, now_ns: int) -> None:
     assert abs(Deadline.after(seconds, now_ns=now_ns).remaining_seconds(now_ns=now_ns) - seconds) < 1e-6
