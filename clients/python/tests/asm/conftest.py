@@ -40,6 +40,7 @@ class ScriptedStore(pb_grpc.AsmStoreServiceServicer):
         self.watches: list[Iterator[pb.WatchResponse]] = []
         self.watching = 0
         self.lists: list[bool] = []  # whether each part that was asked for came after another one
+        self.parts = 2  # of a list
         self.listing: Callable[[Any, int], None] = lambda context, number: None
 
     def Publish(self, requests: Iterator[pb.PublishRequest], context: Any) -> pb.PublishResponse:  # noqa: N802
@@ -86,7 +87,8 @@ class ScriptedStore(pb_grpc.AsmStoreServiceServicer):
     def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:  # noqa: N802
         self.lists.append(request.HasField("after"))
         self.listing(context, len(self.lists))
-        return pb.ListResponse(dictionaries=[self._dictionary()], more=not request.HasField("after"))
+        part = 1 if not request.HasField("after") else 1 + self.lists[::-1].index(False)  # since the last that began
+        return pb.ListResponse(dictionaries=[self._dictionary()], more=part < self.parts)
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
         return pb.StatusResponse(proto_version=PROTO_VERSION if self.refusal is None else "v9.0", tenant_bytes={"a": 3})

@@ -79,9 +79,9 @@ def test_the_time_of_a_list_is_that_of_all_its_parts(asm: AsmStore, scripted: Sc
 
 
 def test_a_list_of_many_parts_takes_as_long_as_it_takes_where_each_comes_in_time(scripted: ScriptedStore, asm: AsmStore) -> None:
-    scripted.listing = lambda context, number: time.sleep(0.6)
-    with AsmStore(replace(asm._endpoint, timeout_seconds=1.0)) as patient:
-        assert len(patient.list()) == 2
+    scripted.parts, scripted.listing = 6, lambda context, number: time.sleep(0.5)
+    with AsmStore(replace(asm._endpoint, timeout_seconds=2.75)) as patient:  # not as long as all six take, and much longer than one
+        assert len(patient.list()) == 6
         with pytest.raises(DeadlineExceeded):
             patient.list(part_seconds=0.3)
         with pytest.raises(DeadlineExceeded):
