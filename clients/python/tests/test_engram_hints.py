@@ -12,7 +12,7 @@ import pytest
 from treadle.client.engram import EngramHandle, StepPrefetcher
 from treadle.client.engram.hints import HINT_TOKENS
 from treadle.client.engram.sources import TableSource
-from treadle.contract import Deadline, InvalidArgument, Transport, Windows
+from treadle.contract import Deadline, InvalidArgument, Transport, WaitPolicy, Windows
 from treadle.dataplane import DeadlineQueue
 from treadle.dataplane.warming import Warming
 from treadle.kernels import HashPlan, reference
@@ -91,7 +91,7 @@ def test_a_handle_closes_while_hints_are_queued(small: Any) -> None:
 
 def test_a_prefetch_without_deadlines_brings_the_rows_of_all_layers(small: Any, warm: EngramHandle) -> None:
     ticket = warm.prefetch(windows())
-    rows = ticket.wait()
+    rows = ticket.wait(WaitPolicy(PATIENCE_SECONDS))
     for layer in warm.layers:
         plan = HashPlan.from_model(small.model, layer, small.token_map)
         assert (rows[layer].rows == small.tables[layer][reference.row_ids(plan, windows())]).all()

@@ -222,18 +222,21 @@ def test_a_second_try_does_not_write_to_rows_that_were_taken(pool: tuple[Scripte
 
 
 def test_a_pool_that_hangs_costs_no_thread_for_ever(pool: tuple[ScriptedPool, str], handle: EngramHandle) -> None:
-    ended = threading.Semaphore(0)
+    begun, ended = threading.Semaphore(0), threading.Semaphore(0)
 
     def hangs(context: Any) -> Iterator[pb.LookupResponse]:
         left = threading.Event()
         context.add_callback(left.set)
+        begun.release()
         left.wait(20)
         ended.release()
         yield pb.LookupResponse(layer=1, data=b"")
 
     pool[0].lookup = hangs
     for _ in range(20):  # more than CALLS_MAX
-        assert prefetch(handle, WaitPolicy(0.05))[1].missing is not None
+        ticket = handle.prefetch(windows(), {1: Deadline.after(0.01), 4: Deadline.after(0.02)})
+        assert begun.acquire(timeout=10)  # a call that is given up before it is made ends nowhere
+        assert ticket.wait(WaitPolicy(0.05))[1].missing is not None
         assert ended.acquire(timeout=10)
 
 
