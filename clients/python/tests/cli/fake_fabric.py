@@ -1,7 +1,7 @@
 """Stand-ins for the services and for the commands of other packages: real processes and ports, canned answers.
 
 Toggles come by environment, `FAKE_<SERVICE>` with `_` for `-`: `die` (say something and exit with 3 before ready), `mute`
-(never ready), `stubborn` (ignore SIGTERM), `dies once it was ready` (a moment later). `FAKE_ANSWER` is what the gateway says,
+(never ready), `stubborn` (ignore SIGTERM), `dies once FILE is there` (after it was ready). `FAKE_ANSWER` is what the gateway says,
 `FAKE_MEMORIES` what it offers (names by comma); `FAKE_NATS`, `FAKE_MISSING` and `FAKE_WEIGHTS`: see fake_grpc. `FAKE_DICTIONARY`
 `useless`: what is behind a long prefix is as without one; `unbuilt`: `asm build` fails. `FAKE_SHARED`: a file that every service maps.
 """
@@ -29,7 +29,7 @@ from treadle.contract.errors import Unavailable
 MODEL = "fake-135m"
 VERSIONS = {"kjv": "1b" * 32, "code": "c0de" * 16}  # of memories that no pool knows
 DICTIONARY = "a5" * 32  # version of every dictionary
-PREFILL_SECONDS_A_CHARACTER = 5e-5  # a tenth of a second for a long text: what a demo measures
+PREFILL_SECONDS_A_CHARACTER = 2e-4  # nearly half a second for a long text: what a demo measures, also beside other work
 model_app, pool_app, bench_app, asm_app = typer.Typer(), typer.Typer(), typer.Typer(), typer.Typer()
 
 
@@ -51,8 +51,9 @@ def main(service: str) -> int:
     if toggle != "mute":
         ready = {"ready": True, "service": service, "listen": listen, "metrics": metrics, "pid": os.getpid(), "version": "9.9"}
         print(json.dumps(ready), flush=True)
-    while not stopped.wait(0.5 if toggle == "dies once it was ready" else 3600):
-        if toggle == "dies once it was ready":
+    fatal = Path(toggle.removeprefix("dies once ").removesuffix(" is there")) if toggle.startswith("dies once ") else None
+    while not stopped.wait(0.1 if fatal else 3600):
+        if fatal and fatal.exists():
             return 3
     sys.stderr.write(f"{service} drained, {0 if shared is None else len(shared)} B were shared\n")
     return 0

@@ -24,8 +24,10 @@ FREE = ("--gateway-port", "0", "--port-base", "0")
 FOLDER = (*FREE, "--model", "./model")  # which saves the fetch
 
 
-# A supervisor without tethers: tells its child's number, passes on what that says, and hears no SIGTERM.
-LEADER = "child = subprocess.Popen(sys.argv[1:], start_new_session=True); print(child.pid, flush=True)\nwhile True: signal.pause()"
+# A supervisor without tethers: passes on what its child says, and hears no SIGTERM.
+LEADER = "child = subprocess.Popen(sys.argv[1:], start_new_session=True)\nwhile True: signal.pause()"
+# A service that starts something: tells both numbers.
+STARTS_ONE = "import os, signal, subprocess; print(os.getpid(), subprocess.Popen(['sleep', '600']).pid, flush=True); signal.pause()"
 
 
 def marks_of(cli: Any) -> list[Any]:
@@ -110,8 +112,9 @@ def test_a_killed_service_is_back_on_its_address(cli: Any, wait_for: Callable[..
 
 
 def test_a_detached_fabric_that_gives_up_leaves_word_until_the_next_one_is_up(cli: Any, wait_for: Callable[..., Any]) -> None:
-    cli.extra["FAKE_INFERENCE_GATEWAY"] = "dies once it was ready"
+    cli.extra["FAKE_INFERENCE_GATEWAY"] = f"dies once {cli.home / 'struck'} is there"
     cli("up", "--detach", "--no-engram", *FOLDER)
+    (cli.home / "struck").touch()
     wait_for(lambda: cli.state() is None, "the end of the fabric")
     failure = json.loads(cli("status", "--json", code=1).stdout)["last_failure"]
     assert failure["service"] == "inference-gateway"
@@ -171,12 +174,11 @@ def test_down_kills_with_a_service_what_it_had_started(
 
     monkeypatch.setattr(up, "DOWN_SECONDS", 0.1)
     folder = RunFolder(cli.home)
-    starts_one = "import signal, subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True); signal.pause()"
     watches = f"import subprocess, signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); {LEADER}"
-    command = [sys.executable, "-c", watches, sys.executable, "-c", starts_one]
+    command = [sys.executable, "-c", watches, sys.executable, "-c", STARTS_ONE]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent, ExitStack() as stack:
         assert parent.stdout is not None
-        leader, started = (ProcessMark.of(int(parent.stdout.readline())) for _ in range(2))
+        leader, started = (ProcessMark.of(int(pid)) for pid in parent.stdout.readline().split())
         above = ProcessMark.of(parent.pid)
         stack.callback(lambda: [mark.send(signal.SIGKILL) for mark in (above, leader, started)])
         with folder.lock():
