@@ -16,19 +16,24 @@ from treadle.vllm.outcomes import StepVerdict
 
 Verses = Callable[..., list[int]]
 
-FEW = 4  # steps that wait in vain: after 3 s of such waits a memory is given up for 10, and what comes next would be degraded too
+FEW = 4  # steps that wait in vain
 
 
 @pytest.fixture(scope="module")
 def fabric(
     engines: Callable[..., Any], smollm_folder: Path, tmp_path_factory: pytest.TempPathFactory, start_pool: Callable[..., Any]
-) -> tuple[Any, Any]:
-    """An engine whose rows come by rpc from a pool of its own: a frozen pool answers nothing, and 0.2 s later rows are late."""
+) -> Iterator[tuple[Any, Any]]:
+    """An engine whose rows come by rpc from a pool of its own: a frozen pool answers nothing, and 0.2 s later rows are late.
+
+    However long it was waited for in vain, it is not given up: what comes after it is thawed would be degraded too.
+    """
     pool = start_pool(tmp_path_factory.mktemp("own") / "segments")
     config = MemoryConfig(
         engram_pool=pool.address, transport="rpc", default_memory=f"kjv@{pool.current['kjv']}", wait_seconds_max=0.2
     )
-    return engines(smollm_folder, config, max_num_batched_tokens=256), pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("treadle.client.engram.patience.IN_VAIN_SECONDS_MAX", 600.0)
+        yield engines(smollm_folder, config, max_num_batched_tokens=256), pool
 
 
 @contextmanager

@@ -56,11 +56,11 @@ def test_all_openings_of_a_step_wait_together_and_later_steps_hardly_at_all(sile
     monkeypatch.setattr(memories, "RETRY_SECONDS", 1.0)  # long beside what a busy machine adds, as the wait below
     batch = EngramBatch(MemoryConfig(engram_pool=silent, open_seconds_max=2.0), MODEL, torch.device("cpu"))
     try:
-        assert 1.9 < step(batch, *["kjv"] * 8, "other", "third", "none") < 4.0  # one wait, not one for each memory
-        assert step(batch, *["kjv"] * 8, "other") < 1.0  # what was given up is not waited for again
+        assert 1.9 < step(batch, *["kjv"] * 8, "other", "third", "none") < 5.9  # one wait, not one for each memory
+        assert step(batch, *["kjv"] * 8, "other") < 1.9  # what was given up is not waited for again
         until(lambda: batch._memories._openings[Choice("kjv")].future.done())
-        waited = sum(step(batch, *["kjv"] * 8) for _ in range(4))  # the pool was silent, and may still be
-        assert waited < 2 * memories.RETRY_SECONDS
+        waited = sum(step(batch, *["kjv"] * 8) for _ in range(8))  # the pool was silent, and may still be
+        assert waited < 4 * memories.RETRY_SECONDS
     finally:
         batch.close()
 

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +100,19 @@ def test_outcomes_come_back_through_vllms_own_processes(
     assert [memory["requests"] for memory in said["reports"]["memories"]] == [0]
 
 
+def free_port() -> int:
+    """Below those that the system hands out, so that nobody takes it before the server does, not even who asks whether it is there."""
+    for port in range(20_000, 30_000):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
+
+
 @pytest.mark.slow
 def test_vllms_own_http_server_takes_choices_and_tells_outcomes(smollm_folder: Path, pool: Any, tmp_path: Path) -> None:
     """The command of docs/vllm.md."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ours = engine_arguments(smollm_folder, MemoryConfig(engram_pool=pool.address, default_memory="kjv", wait_seconds_max=20.0))
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm_folder), "--dtype", "float32", "--host", "127.0.0.1",
