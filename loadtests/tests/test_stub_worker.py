@@ -75,8 +75,8 @@ def test_tokens_come_at_the_pace_that_was_set_and_each_says_when(start: Start) -
     assert before <= int(came) <= times[0] <= time.monotonic_ns()
     assert times == sorted(times)
     assert len(times) == 6
-    assert times[0] - int(came) >= 0.1e9, "50 tokens of prompt"
-    assert times[-1] - times[0] >= 0.099e9, "five gaps of 20 ms"
+    # Each has its own moment, whether or not the one before it was late: 50 tokens of prompt, then gaps of 20 ms.
+    assert all(moment - int(came) >= 0.1e9 + number * 0.02e9 - 1e3 for number, moment in enumerate(times))
     assert responses[-1].finish_reason == pb.FINISH_REASON_LENGTH
     assert (responses[-1].usage.prompt_tokens, responses[-1].usage.completion_tokens) == (50, 6)
 
@@ -145,7 +145,7 @@ def test_draining_it_finishes_what_it_has_refuses_the_rest_and_lets_watchers_go(
         assert len(list(call)) == 19
         with pytest.raises(Unavailable):
             list(worker.generate(asked([1], 1), 5))
-        assert process.wait(5) == 0
+        assert process.wait(READY_SECONDS) == 0
 
 
 def test_a_cache_gives_a_chain_up_from_its_end() -> None:
