@@ -224,8 +224,8 @@ def test_python_goes_on_while_a_native_kernel_runs(kernel: str) -> None:
         "lookup": lambda: native.lookup(plan, table, windows, out),
         "crc32c": lambda: native.crc32c(out.reshape(-1)),
     }
-    shares = []
-    for _ in range(5):  # a busy machine may stop us for a while: once is enough to show that nothing holds us
+    share, until = 1.0, time.perf_counter() + 20
+    while share >= 0.5 and time.perf_counter() < until:  # a busy machine stops us too: once is enough to show that nothing holds us
         pause, took = longest_pause(threading.Thread(target=calls[kernel]))
-        shares.append(pause / took)
-    assert min(shares) < 0.5
+        share = pause / took
+    assert share < 0.5
