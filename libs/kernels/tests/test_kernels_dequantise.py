@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-import threading
-import time
 
 import numpy as np
 import pytest
@@ -167,20 +164,3 @@ def test_what_does_not_fit_is_refused_by_name(form: object) -> None:
     for given_rows, out in wrong:
         with pytest.raises(InvalidArgument, match="rows" if out is None else "out"):
             form.dequantise(given_rows, layout, out)  # type: ignore[attr-defined]
-
-
-def test_the_native_form_drops_the_gil() -> None:
-    layout, rows = layout_of("int4", 32, "fp16", 32), np.ones((400_000, 18), dtype=np.uint8)
-    out = np.empty((400_000, 32), dtype=np.float32)
-    before, ran = sys.getswitchinterval(), threading.Event()
-    sys.setswitchinterval(60.0)  # from here on another thread runs only where the GIL is given up
-    try:
-        thread = threading.Thread(target=ran.set)
-        deadline = time.monotonic() + 20
-        thread.start()
-        while not ran.is_set() and time.monotonic() < deadline:
-            native.dequantise(rows, layout, out)
-    finally:
-        sys.setswitchinterval(before)
-    thread.join()
-    assert ran.is_set()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Windows
+from treadle.contract import InvalidArgument, RowLayout, RowOutOfRange, Scale, Windows
 from treadle.contract.families import deepseek_v41_model, demo_model, qwen_ple_model
 from treadle.kernels import HashPlan
 
@@ -210,7 +210,7 @@ def longest_pause(run: threading.Thread) -> tuple[float, float]:
     return pause, time.perf_counter() - started
 
 
-@pytest.mark.parametrize("kernel", ["row_ids", "gather_rows", "lookup", "crc32c"])
+@pytest.mark.parametrize("kernel", ["row_ids", "gather_rows", "lookup", "crc32c", "dequantise", "nearest"])
 def test_python_goes_on_while_a_native_kernel_runs(kernel: str) -> None:
     native = pytest.importorskip("treadle.kernels.native", reason="the extension was not built", exc_type=ImportError)
     plan, rng, count = small_plan("qwen"), np.random.default_rng(7), 1 << 20
@@ -218,11 +218,16 @@ def test_python_goes_on_while_a_native_kernel_runs(kernel: str) -> None:
     windows = Windows(rng.integers(0, 1_000, count), np.array([0, count], dtype=np.int32), np.full((1, 2), -1))
     ids = native.row_ids(plan, windows)
     out = np.zeros((count, plan.columns, 16), dtype=np.uint8)
+    packed, numbers = np.ones((400_000, 18), dtype=np.uint8), np.empty((400_000, 32), dtype=np.float32)
+    queries, keys = np.ones((64, 256), dtype=np.float32), np.ones((20_000, 256), dtype=np.int8)
+    scales = np.ones(20_000, dtype=np.float16)
     calls = {
         "row_ids": lambda: native.row_ids(plan, windows, ids),
         "gather_rows": lambda: native.gather_rows(table, ids, out),
         "lookup": lambda: native.lookup(plan, table, windows, out),
         "crc32c": lambda: native.crc32c(out.reshape(-1)),
+        "dequantise": lambda: native.dequantise(packed, RowLayout(18, 32, "int4", Scale("fp16", 32)), numbers),
+        "nearest": lambda: native.nearest(queries, keys, scales),
     }
     share, until = 1.0, time.perf_counter() + 20
     while share >= 0.5 and time.perf_counter() < until:  # a busy machine stops us too: once is enough to show that nothing holds us

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -190,22 +188,6 @@ def test_arguments_that_do_not_fit_are_refused_by_name(form: Any, what: str) -> 
     arguments, message = REFUSED[what]
     with pytest.raises(InvalidArgument, match=message):
         form.nearest(*arguments)
-
-
-def test_the_native_form_drops_the_gil_for_a_long_search() -> None:
-    queries, keys = np.ones((64, 256), dtype=np.float32), np.ones((20_000, 256), dtype=np.int8)
-    before, ran = sys.getswitchinterval(), threading.Event()
-    sys.setswitchinterval(60.0)  # from here on another thread runs only where the GIL is given up
-    try:
-        thread = threading.Thread(target=ran.set)
-        deadline = time.monotonic() + 20
-        thread.start()
-        while not ran.is_set() and time.monotonic() < deadline:
-            native.nearest(queries, keys, np.ones(20_000, dtype=np.float16))
-    finally:
-        sys.setswitchinterval(before)
-    thread.join()
-    assert ran.is_set()
 
 
 def test_a_mapped_file_is_read_where_it_lies(tmp_path: Path) -> None:
