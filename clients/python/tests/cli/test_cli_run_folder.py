@@ -12,7 +12,7 @@ import pytest
 from treadle.cli.process_mark import ProcessMark
 from treadle.cli.run_folder import FabricState, RunFolder, ServiceRecord, home
 from treadle.cli.segments import claimed, segment_dir, sweep_abandoned
-from treadle.cli.service_log import LogFollower, ServiceLog, follow, last_lines
+from treadle.cli.service_log import LogFollower, ServiceLog, follow
 from treadle.contract.errors import DataLoss, ResourceExhausted, Unavailable
 
 ME = ProcessMark.of(os.getpid())
@@ -183,7 +183,23 @@ def test_a_log_stays_within_its_limit_and_keeps_the_newest_lines(tmp_path: Path)
         log.write(b"line %3d\n" % number)
     log.close()
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 200
-    assert last_lines(log.path, 12) == [f"line {number:3}" for number in range(88, 100)]
+    follower = LogFollower(log.path)
+    assert follower.last(12) == [f"line {number:3}" for number in range(88, 100)]
+    assert follower.last(0) == []
+    follower.close()
+
+
+def test_what_is_written_between_the_last_lines_and_those_that_follow_is_neither_lost_nor_shown_twice(tmp_path: Path) -> None:
+    log = ServiceLog(tmp_path, "pool", bytes_max=40)
+    log.write(b"one\ntwo\nth")
+    follower = LogFollower(log.path)
+    log.write(b"ree\nfour\n")
+    assert follower.last(5) == ["one", "two"]
+    log.write(b"a line that does not fit any more\n")  # the file that is followed is the rotated one now
+    assert follower.last(1) == ["two"]
+    assert list(follower.lines()) == ["three", "four", "a line that does not fit any more"]
+    follower.close()
+    log.close()
 
 
 def test_a_follower_sees_whole_lines_through_a_rotation(tmp_path: Path) -> None:
@@ -206,7 +222,10 @@ def test_following_several_logs_names_the_service_and_waits_for_files_that_are_n
         logs.append(ServiceLog(tmp_path, "late"))
         logs[-1].write(b"here\n")
 
-    seen = list(follow({"late": tmp_path / "late.log"}, stop=lambda: len(logs) == 2, wait=write_then))
+    follower = LogFollower(tmp_path / "late.log")
+    assert follower.last(5) == []
+    seen = list(follow({"late": follower}, stop=lambda: len(logs) == 2, wait=write_then))
     assert seen == [("late", "here")]
+    follower.close()
     for log in logs:
         log.close()

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from treadle.cli.run_folder import Failure, RunFolder, home
-from treadle.cli.service_log import follow, last_lines
+from treadle.cli.service_log import LogFollower, follow
 from treadle.cli.terminal import stderr
 from treadle.contract.errors import NotFound
 
@@ -33,16 +33,16 @@ def logs(
         raise NotFound(f"no log of {service or 'any service'} in {folder}; {_told(known)}")
     width = max(map(len, chosen)) if len(chosen) > 1 else 0
     show = _print_json if as_json else partial(_print, width)
-    paths = {name: folder / f"{name}.log" for name in chosen}
-    for name, path in paths.items():
-        for line in last_lines(path, lines):
+    followers = {name: LogFollower(folder / f"{name}.log") for name in chosen}
+    for name, follower in followers.items():
+        for line in follower.last(lines):
             show(name, line)
     failure = run_folder.read_failure() if run_folder.read() is None else None
     if failure is not None:  # not a line of a log: it goes where messages go
         stderr().print("\n".join(failure_lines(failure)), soft_wrap=True, markup=False)
     if follow_on:
         try:
-            for name, line in follow(paths, stop=lambda: False):
+            for name, line in follow(followers, stop=lambda: False):
                 show(name, line)
         except KeyboardInterrupt:
             return

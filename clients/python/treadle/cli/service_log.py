@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 LOG_BYTES_MAX = 8 << 20  # then the file becomes `.1`, and the `.1` before it goes: at most twice this for each service
@@ -47,18 +46,8 @@ class ServiceLog:
         return fd
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last `count` lines, also from the rotated file where the present one has fewer; none if there is no file."""
-    lines: deque[str] = deque(maxlen=count)
-    for part in (path.with_suffix(".log.1"), path):
-        if part.exists():
-            with part.open(encoding="utf-8", errors="replace") as file:
-                lines.extend(line.rstrip("\n") for line in file)
-    return list(lines)
-
-
 class LogFollower:
-    """Yields whole lines that are appended to a log from now on, through rotations."""
+    """A log as it is now, and whole lines that are appended from now on, through rotations; `last` and `lines` lose none and give none twice."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -66,6 +55,17 @@ class LogFollower:
         self._rest = b""
         if self._file:
             self._file.seek(0, os.SEEK_END)
+
+    def last(self, count: int) -> list[str]:
+        """The last `count` lines before those that `lines` gives, also from the rotated file where this one has fewer; none if there is no file."""
+        before, file = self._path.with_suffix(".log.1"), self._file
+        text = b""
+        if before.exists() and (file is None or not os.path.samestat(os.fstat(file.fileno()), before.stat())):
+            text = before.read_bytes()
+        if file is not None:
+            text += os.pread(file.fileno(), file.tell(), 0)
+        *whole, self._rest = text.split(b"\n")
+        return [line.decode(errors="replace") for line in whole[max(0, len(whole) - count) :]]
 
     def lines(self) -> Iterator[str]:
         """What came since the last call."""
@@ -95,16 +95,11 @@ class LogFollower:
 
 
 def follow(
-    paths: dict[str, Path], stop: Callable[[], bool], wait: Callable[[float], None] = time.sleep
+    followers: Mapping[str, LogFollower], stop: Callable[[], bool], wait: Callable[[float], None] = time.sleep
 ) -> Iterator[tuple[str, str]]:
-    """(service, line) as lines are appended to any of `paths`, until `stop()`."""
-    followers = {service: LogFollower(path) for service, path in paths.items()}
-    try:
-        while not stop():
-            for service, follower in followers.items():
-                for line in follower.lines():
-                    yield service, line
-            wait(FOLLOW_SECONDS)
-    finally:
-        for follower in followers.values():
-            follower.close()
+    """(service, line) as lines are appended to any of the logs, until `stop()`."""
+    while not stop():
+        for service, follower in followers.items():
+            for line in follower.lines():
+                yield service, line
+        wait(FOLLOW_SECONDS)
