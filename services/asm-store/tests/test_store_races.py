@@ -157,6 +157,34 @@ class TwoPeers:
         yield End()
 
 
+async def test_a_copy_that_is_on_its_way_when_another_replica_asks_for_its_deletion_does_not_come(
+    serve: Serve, make: Make, fails: Fails
+) -> None:
+    made = make()
+    async with serve() as served:
+        begun, deleted = asyncio.Event(), asyncio.Event()
+
+        class Slow(TwoPeers):
+            async def get(self, replica: Replica, key: Any) -> AsyncGenerator[Announced | Piece | End, None]:
+                async for event in super().get(replica, key):
+                    if isinstance(event, End):
+                        begun.set()
+                        await deleted.wait()
+                    yield event
+
+        versions = {(made.name, made.version): remote(made)}
+        served.parts.store.sharing.others = (Replica("whole", "", alive=True, versions=versions),)  # type: ignore[misc]  # of Alone, which has none
+        served.parts.bringing._peers = Slow(made)  # type: ignore[assignment]  # nobody deletes there
+        opening = asyncio.ensure_future(fails(served.stub.Open(pb.OpenRequest(ref=ref(made)), timeout=20)))
+        await begun.wait()
+        code, _, _ = await fails(served.stub.Delete(pb.DeleteRequest(ref=ref(made), here_only=True)))
+        assert code is grpc.StatusCode.NOT_FOUND  # nothing is here, and so it stays
+        deleted.set()
+        assert "was deleted meanwhile" in (await opening)[1]
+        assert not served.parts.store.catalogue.all()
+        assert not (served.parts.folder.path / made.name).exists()
+
+
 @pytest.mark.parametrize("silence", [0.3])
 async def test_a_replica_that_says_nothing_is_passed_over_for_the_next(serve: Serve, make: Make, silence: float) -> None:
     made = make()

@@ -22,7 +22,7 @@ from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.versions import Kept, Key
 from treadle.contract.checks import expect
 from treadle.contract.errors import NotFound, TreadleError, Unavailable
-from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version_prefix
+from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version, is_version_prefix
 
 log = logging.getLogger("asm_store")
 PROOF_BYTES_MAX = 1 << 20  # of an answer: it comes in one message
@@ -58,6 +58,7 @@ class Deleting:
         """
         with self._meters.measured("deletes"):
             if here_only:
+                await self._end_copying(name, version)
                 return Deleted(
                     await uninterrupted(self._delete_here(name, lambda: self._here(name, version), whole=not version)), []
                 )
@@ -66,6 +67,14 @@ class Deleting:
             files = await uninterrupted(self._delete_here(name, lambda: keys, whole=not version))
             others, pending = await self._delete_elsewhere(name, "" if not version else keys[0][1])
             return Deleted(files + others, pending)
+
+    async def _end_copying(self, name: str, version: str) -> None:
+        """A copy that is on its way here comes no more, or has come: else it would outlive the proof. version: whole, where a replica names one."""
+        key = check_name(name), version
+        if is_version(version) and self._catalogue.get(key) is None:
+            await self._tombstones.bury({key: self._clock()})
+            async with self._changing:  # one that had looked for its tombstone before is here now
+                pass
 
     async def obey(self, deleted: dict[Key, float]) -> None:
         """Delete here what was deleted elsewhere, when that was after it was published. deleted: seconds since the epoch."""
