@@ -115,7 +115,9 @@ def put_together(settings: Settings, registry: CollectorRegistry, compute: Compu
         seconds_max=settings.publish_seconds_max, silence_seconds=settings.publish_silence_seconds,
     )  # fmt: skip
     bringing = Bringing(catalogue, pointers, publishing, sharing, calls, compute, changes, meters)
-    deleting = Deleting(catalogue, pointers, tombstones, folder, sharing, calls, compute, changes, meters, changing)
+    deleting = Deleting(
+        catalogue, pointers, tombstones, folder, sharing, calls, compute, changes, meters, changing, copying=bringing.copying
+    )
     store = Store(
         catalogue, pointers, promoting, tombstones, bringing, deleting, folder, sharing, compute, changes, meters,
         holds_max=settings.holds_max, pin_seconds_max=settings.pin_seconds_max,

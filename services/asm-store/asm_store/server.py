@@ -114,7 +114,10 @@ class AsmStoreServer(pb_grpc.AsmStoreServiceServicer):
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:  # noqa: N802
         """Delete a version, every copy."""
         await ask_may_change(self._store.catalogue, self._caller(context), request.ref.name)
-        deleted = await self._store.deleting.delete(request.ref.name, request.ref.version, here_only=request.here_only)
+        at = request.deleted_at_seconds if request.here_only else 0.0
+        deleted = await self._store.deleting.delete(
+            request.ref.name, request.ref.version, here_only=request.here_only, at_seconds=at
+        )
         return pb.DeleteResponse(files=[m.deleted_message(file) for file in deleted.files], pending_replicas=deleted.pending)
 
     async def Extend(self, request: pb.ExtendRequest, context: Context) -> pb.ExtendResponse:  # noqa: N802

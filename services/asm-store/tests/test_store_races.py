@@ -32,12 +32,12 @@ def ref(made: Made) -> pb.DictionaryRef:
     return pb.DictionaryRef(name=made.name, version=made.version)
 
 
-def announced(made: Made) -> Announced:
-    return Announced(made.dictionary.to_json(), m.file_infos(made.files()), b"", "default", published_at_seconds=5.0)
+def announced(made: Made, at: float = 5.0) -> Announced:
+    return Announced(made.dictionary.to_json(), m.file_infos(made.files()), b"", "default", published_at_seconds=at)
 
 
-def remote(made: Made, tenant: str = "default") -> Remote:
-    return Remote(Record(made.name, made.version, tenant, 5.0, m.file_infos(made.files())), made.dictionary.to_json())
+def remote(made: Made, tenant: str = "default", at: float = 5.0) -> Remote:
+    return Remote(Record(made.name, made.version, tenant, at, m.file_infos(made.files())), made.dictionary.to_json())
 
 
 async def test_a_name_that_another_tenant_takes_while_bytes_come_is_not_shared(
@@ -132,33 +132,73 @@ async def test_a_replica_that_asks_while_a_tombstone_deletes_gets_the_proof(
             return delete(*arguments, **options)
 
         monkeypatch.setattr(served.parts.folder, "delete", slow)
-        obeying = asyncio.ensure_future(deleting.obey({(made.name, made.version): time.time()}))
+        at = time.time()
+        obeying = asyncio.ensure_future(deleting.obey({(made.name, made.version): at}))
         assert await asyncio.to_thread(going.wait, 20)
-        asking = asyncio.ensure_future(deleting.delete(made.name, made.version, here_only=True))
+        asking = asyncio.ensure_future(deleting.delete(made.name, made.version, here_only=True, at_seconds=at))
         await asyncio.sleep(0)  # it has begun
         asked.set()
         await obeying
         assert {file.version for file in (await asking).files} == {made.version}
 
 
+async def test_a_proof_is_of_its_deletion_and_of_no_later_one(serve: Serve, make: Make, fails: Fails) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages())
+        at = time.time()
+        await served.parts.store.deleting.obey({(made.name, made.version): at})  # and nobody asks for the proof
+        served.parts.store.sharing.others = (  # type: ignore[misc]  # of Alone, which has none
+            Replica("other", "", alive=False, versions={(made.name, made.version): remote(made)}),
+        )
+        answer = await served.stub.Delete(pb.DeleteRequest(ref=ref(made)))
+        assert (list(answer.files), list(answer.pending_replicas)) == ([], ["other"])
+
+
+async def test_what_is_published_again_behind_its_deletion_stays_though_a_clock_is_ahead(serve: Serve, make: Make) -> None:
+    made = make()
+    key = made.name, made.version
+    async with serve() as served:
+        deleting, at = served.parts.store.deleting, time.time()
+        await served.publish(made.messages(promote=True))
+        deleting._clock = lambda: at + 3600  # of this replica; the one that asks says when
+        await deleting.delete(*key, here_only=True, at_seconds=at + 1)
+        assert served.parts.store._tombstones.deleted_at(key) == at + 1
+        await served.publish(made.messages(promote=True))
+        await deleting.obey({key: at + 1})  # as Redis has it of the one that asked
+        assert served.parts.store.pointers.of(made.name).version == made.version
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, time.time() + 100 * 86_400])
+async def test_a_deletion_is_of_a_time_that_a_clock_may_show(serve: Serve, make: Make, fails: Fails, seconds: float) -> None:
+    made = make()
+    async with serve() as served:
+        await served.publish(made.messages())
+        code, text, _ = await fails(served.stub.Delete(pb.DeleteRequest(ref=ref(made), here_only=True, deleted_at_seconds=seconds)))
+        assert (code, "deleted_at_seconds" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+        assert served.parts.store.catalogue.all()
+
+
 class TwoPeers:
     """One says nothing at all; the other has the version."""
 
-    def __init__(self, made: Made) -> None:
-        self.made, self.asked = made, list[str]()
+    def __init__(self, made: Made, at: float = 5.0) -> None:
+        self.made, self.at, self.asked = made, at, list[str]()
 
     async def get(self, replica: Replica, key: Any) -> AsyncGenerator[Announced | Piece | End, None]:
         self.asked.append(replica.name)
         if replica.name == "silent":
             await asyncio.Event().wait()
-        yield announced(self.made)
+        yield announced(self.made, self.at)
         for message in self.made.pieces():
             yield m.piece_of(message.piece)
         yield End()
 
 
+@pytest.mark.parametrize("whole_name", [False, True])
+@pytest.mark.parametrize("ahead", [0.0, 3600.0])
 async def test_a_copy_that_is_on_its_way_when_another_replica_asks_for_its_deletion_does_not_come(
-    serve: Serve, make: Make, fails: Fails
+    serve: Serve, make: Make, fails: Fails, whole_name: bool, ahead: float
 ) -> None:
     made = make()
     async with serve() as served:
@@ -172,12 +212,14 @@ async def test_a_copy_that_is_on_its_way_when_another_replica_asks_for_its_delet
                         await deleted.wait()
                     yield event
 
-        versions = {(made.name, made.version): remote(made)}
+        at = time.time() + ahead  # of the clock of who has published it
+        versions = {(made.name, made.version): remote(made, at=at)}
         served.parts.store.sharing.others = (Replica("whole", "", alive=True, versions=versions),)  # type: ignore[misc]  # of Alone, which has none
-        served.parts.bringing._peers = Slow(made)  # type: ignore[assignment]  # nobody deletes there
+        served.parts.bringing._peers = Slow(made, at)  # type: ignore[assignment]  # nobody deletes there
         opening = asyncio.ensure_future(fails(served.stub.Open(pb.OpenRequest(ref=ref(made)), timeout=20)))
         await begun.wait()
-        code, _, _ = await fails(served.stub.Delete(pb.DeleteRequest(ref=ref(made), here_only=True)))
+        what = pb.DictionaryRef(name=made.name) if whole_name else ref(made)
+        code, _, _ = await fails(served.stub.Delete(pb.DeleteRequest(ref=what, here_only=True, deleted_at_seconds=time.time())))
         assert code is grpc.StatusCode.NOT_FOUND  # nothing is here, and so it stays
         deleted.set()
         assert "was deleted meanwhile" in (await opening)[1]

@@ -127,6 +127,27 @@ def test_what_is_promoted_at_one_replica_is_copied_to_the_others_and_opened_ther
             assert mapped.version == current.version
 
 
+def test_replicas_with_nothing_to_say_leave_redis_and_each_other_alone(
+    replica: Any, redis: Redis, make: Make, until: Until
+) -> None:
+    made = make()
+    with two(replica, until) as (a, b):
+        a.fabric.asm.publish(made.folder)
+        a.fabric.asm.delete(made.name)  # a tombstone stays with both
+        until(lambda: not b.fabric.asm.list(), "b has heard it")
+        time.sleep(1.0)  # what was to be told is told
+        before = commands(redis)
+        time.sleep(3.0)
+        assert commands(redis) - before < 3 * 60  # some 20 a second; each that made others read made thousands
+
+
+def commands(redis: Redis) -> int:
+    with socket.create_connection(("127.0.0.1", redis.port), 10) as connection:
+        connection.sendall(b"INFO stats\r\n")
+        told = connection.makefile("rb")
+        return next(int(line.partition(b":")[2]) for line in told if line.startswith(b"total_commands_processed:"))
+
+
 def test_of_two_that_flip_a_pointer_at_once_one_is_overtaken(replica: Any, make: Make, until: Until) -> None:
     base, one, other = (make(seed=seed) for seed in range(3))
     with two(replica, until) as (a, b):

@@ -36,14 +36,9 @@ def version_of(manifest: Mapping[str, Any]) -> str:
 
 def check_version(text: str) -> str:
     """`text` itself if it is a version. Raises InvalidArgument otherwise."""
-    if not is_version(text):
+    if not _VERSION.fullmatch(text):
         raise InvalidArgument(f"a version is 64 hexadecimal digits, got {text!r}")
     return text
-
-
-def is_version(text: str) -> bool:
-    """Whether `text` is a whole version."""
-    return _VERSION.fullmatch(text) is not None
 
 
 def is_version_prefix(text: str) -> bool:

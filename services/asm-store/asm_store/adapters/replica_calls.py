@@ -39,10 +39,11 @@ class ReplicaCalls:
                     yield Piece(piece.name, piece.offset_bytes, piece.data, piece.crc32c)
         yield End()
 
-    async def delete(self, replica: Replica, name: str, version: str) -> list[DeletedFile]:
+    async def delete(self, replica: Replica, name: str, version: str, at_seconds: float) -> list[DeletedFile]:
         """See Peers."""
         endpoint, stub = await self._open(replica)
-        request = pb.DeleteRequest(ref=pb.DictionaryRef(name=name, version=version), here_only=True)
+        ref = pb.DictionaryRef(name=name, version=version)
+        request = pb.DeleteRequest(ref=ref, here_only=True, deleted_at_seconds=at_seconds)
         try:
             answer: pb.DeleteResponse = await endpoint.aio_call(stub.Delete, request, DELETE_SECONDS)
         except NotFound:

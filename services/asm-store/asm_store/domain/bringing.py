@@ -34,6 +34,10 @@ class Bringing:
         self._sharing, self._peers, self._compute, self._changes, self._meters = sharing, peers, compute, changes, meters
         self._copying: dict[Key, asyncio.Task[Kept]] = {}
 
+    def copying(self) -> list[Key]:
+        """What is being copied now."""
+        return list(self._copying)
+
     def here(self, name: str, version: str) -> Kept:
         """A version that this replica keeps. Raises NotFound for one that others keep, too."""
         key = self._catalogue.resolve(name, version)

@@ -22,12 +22,13 @@ from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.versions import Kept, Key
 from treadle.contract.checks import expect
 from treadle.contract.errors import NotFound, TreadleError, Unavailable
-from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version, is_version_prefix
+from treadle.contract.version import VERSION_PREFIX_FORM, check_name, is_version_prefix
 
 log = logging.getLogger("asm_store")
 PROOF_BYTES_MAX = 1 << 20  # of an answer: it comes in one message
 FILE_PROOF_BYTES, FILES_MAX = 512, 7  # of one file in it, with a path of some 300 bytes; of one version
 PROOFS_MAX = 1024  # versions that were deleted here by their tombstone, and whose proof nobody has asked for
+SKEW_SECONDS_MAX = 86_400.0  # by which another replica's clock may be ahead
 UNKNOWN = "(unknown: Redis does not answer)"  # among pending replicas: who else keeps it cannot be asked
 
 
@@ -44,35 +45,48 @@ class Deleting:
 
     def __init__(
         self, catalogue: Catalogue, pointers: Pointers, tombstones: Tombstones, folder: Folder, sharing: Sharing, peers: Peers,
-        compute: Compute, changes: Changes, meters: Meters, changing: asyncio.Lock, *, clock: Callable[[], float] = time.time,
+        compute: Compute, changes: Changes, meters: Meters, changing: asyncio.Lock, *, copying: Callable[[], Iterable[Key]],
+        clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._catalogue, self._pointers, self._tombstones, self._folder = catalogue, pointers, tombstones, folder
         self._sharing, self._peers, self._compute, self._changes = sharing, peers, compute, changes
-        self._meters, self._changing, self._clock = meters, changing, clock
+        self._meters, self._changing, self._copying, self._clock = meters, changing, copying, clock
         self._one_at_a_time, self._proofs = asyncio.Lock(), dict[Key, list[DeletedFile]]()  # proofs that nobody has asked for yet
 
-    async def delete(self, name: str, version: str, *, here_only: bool) -> Deleted:
+    async def delete(self, name: str, version: str, *, here_only: bool, at_seconds: float = 0.0) -> Deleted:
         """Delete a version, or all of a name and its pointer where `version` is empty. Raises NotFound, InvalidArgument, Unavailable as `_remove`.
 
-        here_only: what is kept here, and no other replica is asked
+        here_only:  what is kept here, and no other replica is asked
+        at_seconds: when, since the epoch, as the replica says that asks; 0: now. One deletion has one time, whatever clocks say: a
+                    version that is published again behind it is alive everywhere
         """
         with self._meters.measured("deletes"):
+            at = self._time_of(at_seconds)
             if here_only:
-                await self._end_copying(name, version)
+                await self._refuse_copies(check_name(name), version, at)
                 return Deleted(
-                    await uninterrupted(self._delete_here(name, lambda: self._here(name, version), whole=not version)), []
+                    await uninterrupted(self._delete_here(name, lambda: self._here(name, version), at, whole=not version)), []
                 )
             await self._sharing.refresh()  # who else keeps it
             keys = self._meant(name, version)
-            files = await uninterrupted(self._delete_here(name, lambda: keys, whole=not version))
-            others, pending = await self._delete_elsewhere(name, "" if not version else keys[0][1])
+            files = await uninterrupted(self._delete_here(name, lambda: keys, at, whole=not version))
+            others, pending = await self._delete_elsewhere(name, "" if not version else keys[0][1], at)
             return Deleted(files + others, pending)
 
-    async def _end_copying(self, name: str, version: str) -> None:
-        """A copy that is on its way here comes no more, or has come: else it would outlive the proof. version: whole, where a replica names one."""
-        key = check_name(name), version
-        if is_version(version) and self._catalogue.get(key) is None:
-            await self._tombstones.bury({key: self._clock()})
+    def _time_of(self, at_seconds: float) -> float:
+        now = self._clock()
+        expect(
+            0.0 <= at_seconds <= now + SKEW_SECONDS_MAX,
+            f"deleted_at_seconds: from 0 to {SKEW_SECONDS_MAX:g} s from now, got {at_seconds!r}",
+        )
+        return at_seconds or now
+
+    async def _refuse_copies(self, name: str, version: str, at: float) -> None:
+        """A copy that is on its way here comes no more, or has come: else it would outlive the proof."""
+        known = {*self._copying(), *((name, each) for each in self._catalogue.versions_of(name))}
+        coming = [key for key in known if key[0] == name and key[1].startswith(version) and self._catalogue.get(key) is None]
+        if coming:
+            await self._tombstones.bury({key: max(at, self._catalogue.published_at(key)) for key in coming})
             async with self._changing:  # one that had looked for its tombstone before is here now
                 pass
 
@@ -81,6 +95,8 @@ class Deleting:
         async with self._one_at_a_time:
             await self._tombstones.bury(deleted)
             covered = [kept for kept in self._catalogue.all() if self._is_covered(kept)]
+            if not covered:
+                return
             with self._listed_where_it_fails([kept.key for kept in covered]):
                 for kept in covered:
                     await self._pointers.clear(kept.key[0], {kept.key[1]})
@@ -128,11 +144,16 @@ class Deleting:
         )
         return keys
 
-    async def _delete_here(self, name: str, meant: Callable[[], list[Key]], *, whole: bool) -> list[DeletedFile]:
+    async def _delete_here(self, name: str, meant: Callable[[], list[Key]], at: float, *, whole: bool) -> list[DeletedFile]:
         async with self._one_at_a_time:
             keys = meant()  # now: what a tombstone was just deleting has its proof
-            now = self._clock()  # of a copy that a faster clock has dated it is not earlier: else that would be alive
-            await self._tombstones.bury({key: max(now, self._catalogue.published_at(key)) for key in keys})
+            # Of a copy that a faster clock has dated a tombstone is not earlier: else that would be alive.
+            tombstones = {key: max(at, self._catalogue.published_at(key)) for key in keys}
+            for key in keys:
+                if tombstones[key] > self._tombstones.deleted_at(key):
+                    self._proofs.pop(key, None)  # of a deletion before this one
+            await self._tombstones.bury(tombstones)
+            self._sharing.told()
             with self._listed_where_it_fails(keys):
                 pointed = self._pointers.of(name).version
                 await self._pointers.clear(name, {version for _, version in keys} | ({pointed} if whole and pointed else set()))
@@ -141,7 +162,7 @@ class Deleting:
 
     async def _remove(self, versions: Iterable[Kept]) -> None:
         """Raises Unavailable, once the others are gone, for one whose files cannot be deleted: it is kept and listed, and can be deleted again."""
-        failed = list[str]()
+        failed, changed = list[str](), False
         for kept in list(versions):
             async with self._changing:
                 if kept.gone:
@@ -152,10 +173,11 @@ class Deleting:
                 except OSError as error:
                     if not kept.undeleted:  # each exchange with others tries again
                         log.error("version cannot be deleted", extra={"path": str(kept.stored.folder), "reason": str(error)})
-                    kept.undeleted = True
+                        kept.undeleted = changed = True
                     self._catalogue.add(kept)
                     failed.append(f"{kept.key[0]} {kept.key[1]} ({error.strerror})")
                     continue
+            changed = True
             log.info("version deleted", extra={"dictionary": kept.key[0], "version": kept.key[1], "uses": kept.uses})
             self._proofs[kept.key] = [
                 DeletedFile(*kept.key, str(file.path), file.nbytes, self._sharing.name, file.freed and not kept.uses)
@@ -163,25 +185,26 @@ class Deleting:
             ]
         while len(self._proofs) > PROOFS_MAX:
             del self._proofs[next(iter(self._proofs))]
-        await self._changes.announce()
-        self._sharing.told()
+        if changed:  # else nobody is woken: replicas would keep each other busy with what stays as it is
+            await self._changes.announce()
+            self._sharing.told()
         if failed:
             raise Unavailable(f"the files of {listed(failed)} cannot be deleted; delete it again once that is mended")
 
-    async def _delete_elsewhere(self, name: str, version: str) -> tuple[list[DeletedFile], list[str]]:
+    async def _delete_elsewhere(self, name: str, version: str, at: float) -> tuple[list[DeletedFile], list[str]]:
         others = list(self._sharing.others)
-        answers = await asyncio.gather(*(self._ask(replica, name, version) for replica in others))
+        answers = await asyncio.gather(*(self._ask(replica, name, version, at) for replica in others))
         files = [file for answer in answers for file in answer or ()]
         pending = [replica.name for replica, answer in zip(others, answers, strict=True) if answer is None]
         return files, pending + ([UNKNOWN] if self._sharing.stale else [])
 
-    async def _ask(self, replica: Replica, name: str, version: str) -> list[DeletedFile] | None:
+    async def _ask(self, replica: Replica, name: str, version: str, at: float) -> list[DeletedFile] | None:
         """What it deleted; None: it keeps, or may keep, a copy, and does not answer."""
         keeps = any(key[0] == name and (not version or key[1] == version) for key in replica.versions)
         if not replica.alive:
             return None if keeps else []
         try:
-            return await self._peers.delete(replica, name, version)
+            return await self._peers.delete(replica, name, version, at)
         except TreadleError as error:
             log.warning("a replica has not deleted", extra={"replica": replica.name, "dictionary": name, "reason": str(error)})
             return None

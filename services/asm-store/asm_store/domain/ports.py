@@ -161,8 +161,8 @@ class Peers(Protocol):
     def get(self, replica: Replica, key: Key) -> AsyncGenerator[Announced | Piece | End, None]:
         """A version's files, the announcement first."""
 
-    async def delete(self, replica: Replica, name: str, version: str) -> list[DeletedFile]:
-        """Delete what it keeps of a version, or of a name where `version` is empty. None there: an empty list."""
+    async def delete(self, replica: Replica, name: str, version: str, at_seconds: float) -> list[DeletedFile]:
+        """Delete what it keeps of a version, or of a name where `version` is empty, as of then, since the epoch. None there: an empty list."""
 
 
 class Sharing(Protocol):

@@ -924,8 +924,11 @@ class DeleteRequest(_message.Message):
 
     REF_FIELD_NUMBER: _builtins.int
     HERE_ONLY_FIELD_NUMBER: _builtins.int
+    DELETED_AT_SECONDS_FIELD_NUMBER: _builtins.int
     here_only: _builtins.bool
     """Only what this replica keeps itself: what replicas ask each other."""
+    deleted_at_seconds: _builtins.float
+    """With `here_only`: when it was deleted, seconds since the epoch, as the replica says that asks; 0: now. At most a day from now."""
     @_builtins.property
     def ref(self) -> Global___DictionaryRef:
         """Which version; without one, all versions of the name and its pointer."""
@@ -935,10 +938,11 @@ class DeleteRequest(_message.Message):
         *,
         ref: Global___DictionaryRef | None = ...,
         here_only: _builtins.bool = ...,
+        deleted_at_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["here_only", b"here_only", "ref", b"ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_at_seconds", b"deleted_at_seconds", "here_only", b"here_only", "ref", b"ref"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
