@@ -41,8 +41,9 @@ def test_a_prefix_of_this_hosts_store_is_opened_by_its_name_and_let_go() -> None
     assert process.heard == [("open_treadle_prefix", NAME, True), ("close_treadle_prefix", NAME)]
 
 
-def test_one_that_came_into_a_cache_is_opened_where_it_lies() -> None:
-    process: Any = Process("Elsewhere: another host", NAME)
+@pytest.mark.parametrize("answer", ["Elsewhere: no such folder here", "Leaving: the store's folder is here, too, without it"])
+def test_one_that_came_into_a_cache_is_opened_where_it_lies(answer: str) -> None:
+    process: Any = Process(answer, NAME)
     VllmPrefixes(process).open(MAPPED)
     assert process.heard == [("open_treadle_prefix", NAME, True), ("open_treadle_prefix", "/cache/aa", True)]
 

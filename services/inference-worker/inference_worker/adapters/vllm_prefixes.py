@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from inference_worker.adapters.vllm_process import VllmProcess, error_of_answer
 from inference_worker.domain.ports import MappedPrefix
-from treadle.client.asm.mapped import Elsewhere
+from treadle.client.asm.mapped import Elsewhere, Leaving
 from treadle.contract.errors import DeadlineExceeded
+
+# Leaving, too: of a store on another host, where this one has a data folder at the same path. Who opens with a cache takes both for it.
+NOT_HERE = tuple(f"{kind.__name__}: " for kind in (Elsewhere, Leaving))
 
 
 class VllmPrefixes:
@@ -19,7 +22,7 @@ class VllmPrefixes:
         name = _name(mapped)
         try:
             answer = self._process.ask("open_treadle_prefix", name, True)  # files, numbers and model were looked at here
-            if answer.startswith(f"{Elsewhere.__name__}: "):  # its files have come into a cache, whose lock is held here
+            if answer.startswith(NOT_HERE):  # its files have come into a cache, whose lock is held here
                 answer = self._process.ask("open_treadle_prefix", str(mapped.path.parent.absolute()), True)
         except DeadlineExceeded:
             self._process.tell("close_treadle_prefix", name)  # it may open it yet, for nobody
