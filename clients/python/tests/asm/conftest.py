@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ class ScriptedStore(pb_grpc.AsmStoreServiceServicer):
         self.opens = 0
         self.rotated_bytes: list[int] = []  # of each Lookup
         self.opening: Callable[[int], None] = lambda number: None
+        self.holding: Callable[[], object] = lambda: None
         self.watches: list[Iterator[pb.WatchResponse]] = []
         self.watching = 0
         self.lists: list[bool] = []  # whether each part that was asked for came after another one
@@ -62,6 +64,14 @@ class ScriptedStore(pb_grpc.AsmStoreServiceServicer):
         )  # fmt: skip
         self.opening(self.opens)
         return answer
+
+    def Hold(self, request: pb.HoldRequest, context: Any) -> Iterator[pb.HoldResponse]:  # noqa: N802
+        self._refuse(context)
+        over = threading.Event()
+        context.add_callback(over.set)
+        self.holding()
+        yield pb.HoldResponse(ref=self._dictionary().ref)
+        over.wait(60)
 
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:  # noqa: N802
         queries = np.frombuffer(request.queries, "<f4").reshape(-1, 2, 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import pytest
 from treadle.client import Fabric
 from treadle.client.asm import AsmStore
 from treadle.client.asm import mapped as mapping
-from treadle.contract import DataLoss, DeadlineExceeded, FingerprintMismatch, NotFound
+from treadle.contract import DataLoss, DeadlineExceeded, FingerprintMismatch, NotFound, Unavailable
 from treadle.contract.dictionary import Dictionary
 from treadle.contract.dictionary_file import TENSORS_FILE, read_manifest, tensor_offsets
 
@@ -140,6 +141,22 @@ def test_a_store_that_copies_before_it_answers_is_waited_for(asm: AsmStore, scri
             assert mapped.name == "rules"
         with pytest.raises(DeadlineExceeded):
             fabric.asm.open("rules", timeout_seconds=0.1)
+
+
+def test_a_hold_waits_for_a_store_that_copies_first_and_says_when_that_takes_too_long(
+    asm: AsmStore, scripted: ScriptedStore
+) -> None:
+    scripted.holding = lambda: time.sleep(0.3)
+    with Fabric(asm=asm._endpoint.address, timeout_seconds=0.1) as fabric, fabric.asm.hold("rules") as held:
+        assert (held.ref.name, held.stands) == ("rules", True)
+    copied = threading.Event()
+    scripted.holding = lambda: copied.wait(20)
+    with pytest.raises(Unavailable, match=r"does not hold rules after 0\.1 s"):
+        asm.hold("rules", timeout_seconds=0.1)
+    copied.set()
+    scripted.refusal = (grpc.StatusCode.UNAVAILABLE, (("treadle-error", "Unavailable"),))
+    with pytest.raises(Unavailable, match=r"^said so$"):
+        asm.hold("rules")
 
 
 def test_a_model_that_does_not_fit_is_refused_by_the_field(asm: AsmStore, scripted: ScriptedStore) -> None:

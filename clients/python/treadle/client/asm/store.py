@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +11,7 @@ from numpy.typing import NDArray
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
 from treadle.client.asm.cache import FETCH_SECONDS_MAX, DictionaryCache
+from treadle.client.asm.held import HeldVersion
 from treadle.client.asm.manifests import ReadManifests
 from treadle.client.asm.mapped import Elsewhere, Leaving, MappedDictionary, map_opened
 from treadle.client.asm.pieces import AnswersInTime, Download, PublishMessages
@@ -30,7 +29,7 @@ from treadle.client.asm.watching import PointerWatch
 from treadle.client.endpoint import Endpoint, check_protocol
 from treadle.contract.deadline import Deadline
 from treadle.contract.dictionary import DICTIONARY_BYTES_MAX, KeyMode
-from treadle.contract.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError, Unavailable
+from treadle.contract.errors import InvalidArgument, NotFound, ResourceExhausted, TreadleError
 
 LIST_SECONDS_MAX = 60.0  # of a whole list, where nothing else is said: thousands of manifests are read
 TRANSFER_SECONDS_MAX = 6 * 3600.0  # a terabyte over a slow line; a transfer that hangs ends some day
@@ -41,7 +40,6 @@ SILENCE_SECONDS_MAX = 30.0  # between two pieces of a version
 OPEN_ATTEMPTS = 8  # of versions that leave while they are opened: each time another one is the current one
 VERSIONS_MAX = 1 << 16  # in one list
 QUERY_BYTES_MAX = 448 << 10  # of one Lookup message: its answer has to fit one too
-HOLD_SECONDS_MAX = 24 * 3600.0
 
 
 class AsmStore:
@@ -168,9 +166,9 @@ class AsmStore:
         """End a pin."""
         self._endpoint.call(self._stub.Unpin, pb.UnpinRequest(ref=Ref.of(ref).message))
 
-    def hold(self, ref: Ref | str) -> HeldVersion:
+    def hold(self, ref: Ref | str, timeout_seconds: float = BRING_SECONDS_MAX) -> HeldVersion:
         """Keep a version from being freed while the answer is open, as a mapping does: for those who look up by RPC."""
-        return HeldVersion(self._endpoint, self._stub.Hold, Ref.of(ref))
+        return HeldVersion(self._endpoint, self._stub.Hold, Ref.of(ref), timeout_seconds)
 
     def delete(self, ref: Ref | str, timeout_seconds: float = DELETE_SECONDS_MAX) -> Deleted:
         """Delete a version, every copy; without a version all of the name, and its pointer. What is gone, file by file."""
@@ -226,38 +224,6 @@ class AsmStore:
             while message is not None:
                 yield message
                 message = answers.next(SILENCE_SECONDS_MAX)
-
-
-class HeldVersion:
-    """An open Hold call: what the shared lock is to a process that maps. A context manager; `close` lets go."""
-
-    def __init__(self, endpoint: Endpoint, method: Callable[..., Any], ref: Ref) -> None:
-        """Returns once the store holds it. Raises NotFound, Unavailable."""
-        self._call = method(pb.HoldRequest(ref=ref.message), timeout=HOLD_SECONDS_MAX, metadata=endpoint.metadata)
-        too_late = threading.Timer(endpoint.timeout_seconds, self._call.cancel)
-        too_late.start()  # the call stays open for long, its first answer must not take long
-        try:
-            answer = next(endpoint.answers_of(self._call), None)
-        finally:
-            too_late.cancel()
-        if answer is None:
-            raise Unavailable(f"{endpoint.address} ended the hold of {ref} before it began")
-        self.ref = Ref(answer.ref.name, answer.ref.version)
-
-    @property
-    def stands(self) -> bool:
-        """True while the store holds the version for us; False after a restart of the store."""
-        return bool(self._call.is_active())
-
-    def close(self) -> None:
-        """Let go."""
-        self._call.cancel()
-
-    def __enter__(self) -> HeldVersion:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
 
 def opened_in_attempts(ask: Callable[[], pb.OpenResponse], verify: bool) -> MappedDictionary:
