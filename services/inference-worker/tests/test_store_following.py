@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -25,7 +26,8 @@ from inference_worker.adapters.asm_store import ListedDictionary, StoreConnectio
 from inference_worker.adapters.source_watch import WATCH_SECONDS, SourceWatch
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.asm.v1 import asm_store_pb2_grpc as pb_grpc
-from treadle.client.asm import AsmStore, ReadManifests
+from treadle.client.asm import AsmStore, DictionaryCache, MappedDictionary, ReadManifests
+from treadle.client.asm.records import StoredDictionary
 from treadle.client.endpoint import Endpoint
 from treadle.contract import PROTO_VERSION
 from treadle.contract.dictionary import Calibration, Dictionary, DictionaryModel, DictionarySettings, Prefix
@@ -139,12 +141,16 @@ def test_a_flip_in_a_store_of_hundreds_of_versions_is_heard(store: tuple[str, Pa
             assert len(prefixes.resident()) == VERSIONS
 
 
+def told(dictionary: Dictionary, *, current: bool = False) -> pb.Dictionary:
+    ref = pb.DictionaryRef(name=dictionary.name, version=dictionary.version)
+    return pb.Dictionary(ref=ref, manifest_json=dictionary.to_json(), current=current, file_bytes=1000)
+
+
 class Slow(pb_grpc.AsmStoreServiceServicer):
-    """A store of one version, whose lists are late while it is told so, and whose pointer moves when it is told so."""
+    """A store whose lists are late while it is told so, and whose pointer moves when it is told so. It keeps one version first."""
 
     def __init__(self, dictionary: Dictionary) -> None:
-        ref = pb.DictionaryRef(name=dictionary.name, version=dictionary.version)
-        self._kept = pb.Dictionary(ref=ref, manifest_json=dictionary.to_json(), current=True, file_bytes=1000)
+        self.kept = [told(dictionary, current=True)]
         self.late, self.moved, self.watches = threading.Event(), threading.Event(), 0
 
     def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
@@ -153,11 +159,11 @@ class Slow(pb_grpc.AsmStoreServiceServicer):
     def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:  # noqa: N802
         if self.late.is_set():
             time.sleep(1.0)
-        return pb.ListResponse(dictionaries=[self._kept])
+        return pb.ListResponse(dictionaries=self.kept)
 
     def Watch(self, request: pb.WatchRequest, context: Any) -> Iterator[pb.WatchResponse]:  # noqa: N802
         self.watches += 1
-        pointer = pb.Pointer(name=self._kept.ref.name, version=self._kept.ref.version, revision=1)
+        pointer = pb.Pointer(name=self.kept[0].ref.name, version=self.kept[0].ref.version, revision=1)
         yield pb.WatchResponse(pointers=[pointer], snapshot_complete=True)
         while context.is_active():
             if self.moved.wait(0.1):
@@ -224,3 +230,41 @@ def test_a_watch_is_renewed_after_its_time_and_all_is_listed_again(
     with SourceWatch(lambda: StoreConnection(endpoint), hears, name="asm store", address=endpoint.address):
         until(lambda: hears.updates >= 3, "it is listed again and again")
     assert (hears.lost_for, store.watches >= 4) == ([], True)
+
+
+class Tidied(DictionaryCache):
+    """A cache that knows how often it was asked to tidy up, and whether nothing was left to do the last time."""
+
+    asked, tidy = 0, False
+
+    def keep_listed(self, store: str, versions: Set[str]) -> bool:
+        self.asked += 1
+        self.tidy = super().keep_listed(store, versions)
+        return self.tidy
+
+
+def test_what_was_published_since_stays_in_the_cache_while_what_has_gone_is_in_use(
+    slow: tuple[Slow, Endpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asm_store, "LOOK_SECONDS", 0.02)
+    store, endpoint = slow
+    cache, one = Tidied(tmp_path / "cache", 1 << 30), StoredDictionary.of(store.kept[0]).dictionary
+    gone, new = (replace(one, calibration=Calibration(digit * 64, 1, 8)) for digit in "67")
+
+    def opened(dictionary: Dictionary) -> MappedDictionary:
+        return cache.open(StoredDictionary.of(told(dictionary)), endpoint.address, lambda to: shutil.copytree(tmp_path / "one", to))
+
+    with closing(StoreConnection(endpoint, cache)) as connection, opened(gone) as used:
+        heard = connection.watch(WATCH_SECONDS)
+        assert [each.version for each in next(heard)] == [one.version]
+        until(lambda: cache.asked > 0, "it is to be tidied")
+        store.kept.append(told(new))
+        store.moved.set()
+        assert [each.version for each in next(heard)] == [one.version, new.version]
+        asked = cache.asked
+        until(lambda: cache.asked > asked + 1, "what was heard is known")
+        opened(new).close()
+        assert not cache.tidy
+        used.close()
+        until(lambda: cache.tidy, "what has gone is removed")
+    assert {path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()} == {new.version}

@@ -106,7 +106,7 @@ class StoreConnection:
         """manifests: what outlives this connection knows of them."""
         self._endpoint, self._store, self._cache = endpoint, AsmStore(endpoint, manifests or ReadManifests()), cache
         self._listed: dict[str, list[ListedDictionary]] | None = None  # by name; None: not yet
-        self._versions: set[str] | None = None  # of the last list of all; None: the cache has been tidied since
+        self._versions: set[str] | None = None  # that the cache may keep; None: it has been tidied since the last list of all
         self._lock, self._closed = threading.Lock(), False
         self._watch: PointerWatch | None = None
 
@@ -140,6 +140,8 @@ class StoreConnection:
         if self._listed is not None and len(names) <= NAMES_MAX:
             before = self._listed
             self._listed = before | {name: self._list(name) for name in names}
+            if self._versions is not None:  # something that has gone is still in use: what has come since has not gone
+                self._versions = _versions(self._all())
             yield self._all()
             if all(_versions(before.get(name, ())) <= _versions(self._listed[name]) for name in names):
                 return
