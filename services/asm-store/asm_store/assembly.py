@@ -99,7 +99,7 @@ def put_together(settings: Settings, registry: CollectorRegistry, compute: Compu
     """Everything but what listens. Raises InvalidArgument and Unavailable for what a setting names and is not there."""
     folder = DictionaryFolder(settings.folder)
     name = settings.replica or folder.replica_name()
-    redis = _redis(settings.redis, name) if settings.redis else None
+    redis = _redis(settings.redis, name, compute) if settings.redis else None
     sharing, changes, changing, meters = redis or Alone(name), Changes(), asyncio.Lock(), PrometheusMeters(registry)
     key = read_shown_key(settings.peer_key_file, "peer_key_file") if settings.peer_key_file is not None else None
     calls = ReplicaCalls(partial(_endpoint, settings, key), get_seconds=settings.publish_seconds_max)
@@ -148,9 +148,9 @@ def _endpoint(settings: Settings, key: str | None, address: str) -> Endpoint:
     )
 
 
-def _redis(url: str, name: str) -> RedisSharing:
+def _redis(url: str, name: str, compute: Compute) -> RedisSharing:
     try:
         from asm_store.adapters.redis_sharing import RedisSharing
     except ImportError as error:
         raise Unavailable("a Redis is named, and its client is not installed: pip install 'treadle-asm-store[redis]'") from error
-    return RedisSharing(url, name)
+    return RedisSharing(url, name, compute)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +54,7 @@ from treadle.kernels import crc32c
 
 PATIENCE_SECONDS = 30.0  # for what takes milliseconds on a quiet machine
 PIECE_BYTES = 4 << 10
+REDIS_SERVER = "redis-server"
 Tensors = dict[str, NDArray[Any]]
 
 
@@ -351,3 +354,49 @@ StartStore = Callable[..., AbstractContextManager[Process]]
 def start_store(tmp_path: Path) -> StartStore:
     """`with start_store(folder, *flags) as process:` a store in its own process; its log is `process.log`."""
     return lambda folder, *flags, **more: store_process(folder, tmp_path / "store.log", *flags, **more)
+
+
+# -- replicas -----------------------------------------------------------------------------------------------------------------
+
+
+class Redis:
+    """A redis-server that is killed and started again, on one port, and keeps nothing."""
+
+    def __init__(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        flags = [REDIS_SERVER, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._child = subprocess.Popen(flags, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 20
+        while True:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            assert time.monotonic() < deadline, "redis-server does not listen"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+
+
+@pytest.fixture
+def redis() -> Iterator[Redis]:
+    if shutil.which(REDIS_SERVER) is None:
+        pytest.skip("no redis-server here: apt-get install redis-server")
+    server = Redis()
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def replica(start_store: StartStore, redis: Redis, tmp_path: Path) -> Callable[..., AbstractContextManager[Process]]:
+    """`with replica("a") as process:` one of that name, with a folder of its own."""
+    return lambda name, *flags: start_store(tmp_path / name, "--replica", name, "--redis-url", redis.url, *flags)

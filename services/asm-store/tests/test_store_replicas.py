@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import shutil
-import socket
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,57 +16,15 @@ from urllib.request import urlopen
 import pytest
 import redis as client
 
+from asm_store.adapters import redis_words as words
 from treadle.client import Fabric
 from treadle.contract.errors import AccessDenied, NotFound, Overtaken, TreadleError, Unavailable
 
 if TYPE_CHECKING:
-    from tests.conftest import Make, Process, StartStore
+    from tests.conftest import Make, Process, Redis, Serve
 
-REDIS = shutil.which("redis-server")
-pytestmark = pytest.mark.skipif(REDIS is None, reason="no redis-server here: apt-get install redis-server")
 Until = Callable[[Callable[[], bool], str], None]
-
-
-class Redis:
-    """A redis-server that is killed and started again, on one port, and keeps nothing."""
-
-    def __init__(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self._child: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        assert REDIS is not None
-        flags = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._child = subprocess.Popen([REDIS, *flags], stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 20
-        while True:
-            with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
-                return
-            assert time.monotonic() < deadline, "redis-server does not listen"
-            time.sleep(0.02)
-
-    def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
-            self._child = None
-
-
-@pytest.fixture
-def redis() -> Iterator[Redis]:
-    server = Redis()
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def replica(start_store: StartStore, redis: Redis, tmp_path: Path) -> Callable[..., AbstractContextManager[Process]]:
-    """`with replica("a") as process:` one of that name, with a folder of its own."""
-    return lambda name, *flags: start_store(tmp_path / name, "--replica", name, "--redis-url", redis.url, *flags)
+Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 
 
 @contextmanager
@@ -272,6 +228,58 @@ def test_a_pin_at_one_replica_pins_the_copies_of_all(replica: Any, make: Make, u
         until(lambda: b.fabric.asm.list()[0].pinned_until_seconds == end, "b has pinned it")
         b.fabric.asm.unpin("rules")
         until(lambda: a.fabric.asm.list()[0].pinned_until_seconds == 0, "a has unpinned it")
+
+
+async def test_of_what_another_replica_keeps_only_the_new_is_read_and_not_on_the_event_loop(
+    serve: Serve, replica: Any, redis: Redis, make: Make, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, more = [make(seed=seed) for seed in range(10)], make(seed=10)
+    read, plain = list[tuple[str, bool]](), words.read_remote
+
+    def seen(text: bytes) -> Any:
+        remote = plain(text)
+        read.append((remote.record.version, threading.current_thread() is threading.main_thread()))
+        return remote
+
+    monkeypatch.setattr(words, "read_remote", seen)
+    with replica("a") as a:
+        for made in first:
+            await asyncio.to_thread(a.fabric.asm.publish, made.folder, promote=False)
+        async with serve(replica="b", redis_url=redis.url) as b:
+
+            def published_at(version: str) -> float | None:
+                found = b.parts.store.catalogue.remotes().get(("rules", version))
+                return None if found is None else found.record.published_at_seconds
+
+            await eventually(lambda: all(published_at(made.version) for made in first), "b knows what a keeps")
+            read.clear()
+            await asyncio.to_thread(a.fabric.asm.publish, more.folder, promote=False)
+            await eventually(lambda: published_at(more.version) is not None, "b knows one more")
+            again = first[0]
+            await asyncio.to_thread(a.fabric.asm.delete, f"rules@{again.version}")
+            await eventually(lambda: published_at(again.version) is None, "b knows of the deletion")
+            at = (await asyncio.to_thread(a.fabric.asm.publish, again.folder, promote=False)).stored.published_at_seconds
+            await eventually(lambda: published_at(again.version) == at, "b knows that it was published again")
+            assert read == [(more.version, False), (again.version, False)]
+
+
+def test_a_pin_makes_nobody_read_again_what_a_replica_keeps(
+    replica: Any, make: Make, redis: Redis, until: Until, tmp_path: Path
+) -> None:
+    made, shared = make(), client.Redis.from_url(redis.url)
+
+    def lease() -> Any:
+        return json.loads(shared.get("treadle:asm:replica:a") or b"{}")
+
+    with two(replica, until) as (a, b):
+        a.fabric.asm.publish(made.folder)
+        until(lambda: has_copied(b, tmp_path / "b", made.version), "b has a copy")
+        until(lambda: bool(lease()), "a renews its lease")
+        before = lease()
+        end = a.fabric.asm.pin("rules", 60.0)
+        until(lambda: b.fabric.asm.list()[0].pinned_until_seconds == end, "b has pinned it")
+        until(lambda: bool(lease()), "a renews its lease")
+        assert lease() == before
 
 
 def test_delete_takes_every_copy_and_one_that_was_away_deletes_its_own(

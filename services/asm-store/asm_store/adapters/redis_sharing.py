@@ -19,6 +19,7 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError
 
 from asm_store.adapters import redis_words as words
+from asm_store.domain.compute import Compute
 from asm_store.domain.pointers import newer
 from asm_store.domain.ports import Remote, Replica
 from asm_store.domain.replicating import Replicating
@@ -29,6 +30,7 @@ from treadle.contract.errors import InvalidArgument, Overtaken, Unavailable
 log = logging.getLogger("asm_store")
 FLIPS_MAX = 16  # tries of a compare-and-set that others overtake
 REPLICAS_MAX = 64
+READ_AT_ONCE = 8  # versions of one call: each has 1 MiB of manifest at most, and is parsed for milliseconds
 MEMBER_SECONDS = 90.0 * 86_400  # a replica that was away for longer is forgotten, with what it kept
 SWAP = """
 local now = redis.call('HGET', KEYS[1], ARGV[1])
@@ -54,8 +56,8 @@ CHANNEL = f"treadle:{words.KIND}s"  # the one that leases listen to
 class RedisSharing:
     """The Sharing of one replica. `run` in a task, then `leave`, then `close`. Raises InvalidArgument for a URL that is none."""
 
-    def __init__(self, url: str, name: str) -> None:
-        self.name = name
+    def __init__(self, url: str, name: str, compute: Compute) -> None:
+        self.name, self._compute = name, compute
         self.others: tuple[Replica, ...] = ()
         self.stale = True  # until it has answered
         self._leases, self._run = Leases(url, words.KIND), secrets.token_hex(8)
@@ -66,8 +68,9 @@ class RedisSharing:
         except (ValueError, RedisError) as error:
             raise InvalidArgument(f"redis_url: {type(error).__name__}; redis://HOST:PORT/0 expected") from error
         self._mine: Replicating | None = None
-        self._address, self._generation, self._put_generation = "", 0, -1
-        self._written: dict[Key, Remote] = {}
+        self._address, self._generation, self._told = "", 0, 0  # how often its list has changed, and anything of it
+        self._put_counts = (-1, -1)  # both, as the lease was put last
+        self._written = frozenset[bytes]()  # fields of its list, as last written or found
         self._deleted: dict[Key, float] = {}  # deletions that Redis has, as last seen or said
         self._seen: dict[str, words.Lease | None] = {}  # whose hash was read, at which lease; None: of one that is away
         self._changed = asyncio.Event()
@@ -80,7 +83,7 @@ class RedisSharing:
 
     def told(self) -> None:
         """See Sharing."""
-        self._generation += 1
+        self._told += 1
         self._changed.set()
 
     async def refresh(self) -> None:
@@ -156,32 +159,29 @@ class RedisSharing:
         """Write what this replica keeps, where that has changed or Redis has lost it, then its lease. Raises Unavailable."""
         assert self._mine is not None
         async with self._putting:
-            kept = self._mine.kept()
+            kept = {words.kept_field(remote): remote for remote in self._mine.kept().values()}
             async with calling():
                 known = await self._redis.hlen(words.KEPT + self.name)
-            gone = [key for key in self._written if key not in kept]
             if known != len(self._written):  # Redis has lost it, or another run of ours wrote it
-                self._written, gone = {}, []
-                self._generation += 1
                 async with calling():
-                    await self._redis.delete(words.KEPT + self.name)
-            news = [(key, remote) for key, remote in kept.items() if self._written.get(key) != remote]
+                    self._written = frozenset(await self._redis.hkeys(words.KEPT + self.name))
+            news, gone = kept.keys() - self._written, self._written - kept.keys()
             self._generation += bool(news or gone)  # whoever reads the lease reads the list again
-            generation = self._generation
-            for key, remote in news:
+            counts = self._generation, self._told
+            for field in news:
                 async with calling():
-                    await self._redis.hset(words.KEPT + self.name, words.key_text(key), words.remote_bytes(remote))
+                    await self._redis.hset(words.KEPT + self.name, field, words.remote_bytes(kept[field]))
             if gone:
                 async with calling():
-                    await self._redis.hdel(words.KEPT + self.name, *map(words.key_text, gone))
-            self._written = kept
+                    await self._redis.hdel(words.KEPT + self.name, *gone)
+            self._written = frozenset(kept)
             if self._left:
                 return
             async with calling():
                 await self._redis.hset(words.MEMBERS, self.name, str(time.time()))
-            lease = words.Lease(self._address, self._run, generation)
-            await self._leases.put(self.name, lease.to_json(), news=generation != self._put_generation)
-            self._put_generation = generation
+            lease = words.Lease(self._address, self._run, counts[0])
+            await self._leases.put(self.name, lease.to_json(), news=counts != self._put_counts)
+            self._put_counts = counts
 
     async def _bury(self) -> None:
         """Write this replica's deletions that Redis does not have. Before the pointers that they clear: who hears of those, knows why."""
@@ -219,15 +219,26 @@ class RedisSharing:
     async def _replica(self, name: str, lease: words.Lease | None, before: Replica | None) -> Replica:
         """As told now; its list is read again where its lease says that it has changed."""
         if before is None or (lease is not None and self._seen.get(name) != lease):
-            async with calling():
-                found = await self._redis.hgetall(words.KEPT + name)
-            read = words.read_hash(f"kept by {name}", found, words.read_remote)
-            versions: Mapping[Key, Remote] = {remote.record.key: remote for remote in read.values()}
+            versions = await self._kept_by(name, before.versions if before is not None else {})
             self._seen[name] = lease
         else:
             versions = before.versions
         address = lease.address if lease is not None else before.address if before is not None else ""
         return Replica(name, address, lease is not None, versions)
+
+    async def _kept_by(self, name: str, before: Mapping[Key, Remote]) -> Mapping[Key, Remote]:
+        """What it keeps. Only what is not known is fetched, a few at once, and parsed in a thread: manifests are large, and lists long."""
+        async with calling():
+            fields = set(await self._redis.hkeys(words.KEPT + name))
+        known = {field: remote for remote in before.values() if (field := words.kept_field(remote)) in fields}
+        remotes, news = list(known.values()), sorted(fields - known.keys())
+        for at in range(0, len(news), READ_AT_ONCE):
+            some = news[at : at + READ_AT_ONCE]
+            async with calling():
+                values = await self._redis.hmget(words.KEPT + name, some)
+            found = {field: value for field, value in zip(some, values, strict=True) if value is not None}
+            remotes += (await self._compute.run(words.read_hash, f"kept by {name}", found, words.read_remote)).values()
+        return {remote.record.key: remote for remote in sorted(remotes, key=lambda one: one.record.published_at_seconds)}
 
     async def _exchange(self) -> None:
         """Both ways, of each word the newer: what Redis has lost is written again."""

@@ -1,7 +1,7 @@
 """What replicas write into Redis, and its keys. What is damaged is left out and logged: Redis is never the only copy.
 
-`treadle:asm:replica:NAME`   lease of a replica (treadle.chassis.leases): address, and how often what it keeps has changed
-`treadle:asm:kept:NAME`      hash: name/version -> record and manifest of what that replica keeps; stays while it is away
+`treadle:asm:replica:NAME`   lease of a replica (treadle.chassis.leases): address, and how often the list of what it keeps has changed
+`treadle:asm:kept:NAME`      hash: name/version/when it was published -> record and manifest of what that replica keeps; stays while it is away
 `treadle:asm:members`        hash: replica -> when it was last here, seconds since the epoch
 `treadle:asm:pointers`       hash: name -> pointer
 `treadle:asm:pins`           hash: name/version -> pin
@@ -33,7 +33,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a replica says of itself. run: another one after each start; kept: how often what it keeps has changed since."""
+    """What a replica says of itself. run: another one after each start; kept: how often the list of what it keeps has changed since."""
 
     address: str
     run: str
@@ -64,6 +64,11 @@ def read_key(text: str) -> Key:
     """Read it back. Raises InvalidArgument."""
     name, _, version = text.partition("/")
     return check_name(name), check_version(version)
+
+
+def kept_field(remote: Remote) -> bytes:
+    """A version as the field of what a replica keeps. Published again it has another: what stands in a field stays the same."""
+    return f"{key_text(remote.record.key)}/{remote.record.published_at_seconds!r}".encode()
 
 
 def remote_bytes(remote: Remote) -> bytes:
