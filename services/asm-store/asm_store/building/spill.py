@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from treadle.contract.errors import DataLoss, InvalidArgument, ResourceExhausted
+from treadle.contract.lasting_files import sync_folder
 
 ROOM_LEFT_BYTES = 1 << 30  # that a build leaves free on the disk
 
@@ -81,10 +82,11 @@ class Spill:
                     os.truncate(path, wanted)
 
     def flush(self) -> None:
-        """Force what was written to the disk."""
+        """Force what was written to the disk, names too."""
         for path in self.folder.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        sync_folder(self.folder)
 
     def read(self, layer: int, first: int, last: int) -> Samples:
         """Tokens [first, last) of one layer. Raises DataLoss where the files end before."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from asm_store.building.rows import Stored
 from treadle.contract.dictionary_file import DTYPES, MANIFEST_FILE, TENSORS_FILE, check_digests, map_tensors, read_manifest
 from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, NotFound, Unavailable
+from treadle.contract.lasting_files import sync_folder, write_through
 
 FOLDER, STATE, TRACES, LOCK = ".building", "state.json", "traces.json", "lock"
 SCHEMA = "treadle.dictionary-build/2"
@@ -82,18 +83,11 @@ class WorkFolder:
 
     def save(self, identity: Mapping[str, str], state: Mapping[str, Any]) -> None:
         """Keep `state` from here on, whole or not at all."""
-        partial = self.path / f"{STATE}.partial"
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, "identity": dict(identity), "state": dict(state)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(self.path / STATE)
+        self._replace(STATE, {"schema": SCHEMA, "identity": dict(identity), "state": dict(state)})
 
     def keep_traces(self, traces: Sequence[Sequence[int]]) -> None:
         """Keep traces that the model wrote: a build that goes on does not write them again."""
-        partial = self.path / f"{TRACES}.partial"
-        partial.write_text(json.dumps([list(trace) for trace in traces]), encoding="utf-8")
-        partial.rename(self.path / TRACES)
+        self._replace(TRACES, [list(trace) for trace in traces])
 
     def traces(self) -> tuple[tuple[int, ...], ...]:
         """The traces that were kept; () where none were. Raises DataLoss where they are damaged."""
@@ -106,24 +100,37 @@ class WorkFolder:
             raise DataLoss(f"{path}: damaged; begin again with --restart") from error
 
     def keep_layer(self, layer: int, parts: Mapping[str, Stored]) -> None:
-        """Keep a layer's tensors; it is done from here on."""
+        """Keep a layer's tensors; it is done from here on, also after a power cut."""
         partial = self.path / f"layer{layer}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         for part, (dtype, array) in parts.items():
-            np.save(partial / f"{part}.{dtype}.npy", np.ascontiguousarray(array, DTYPES[dtype]), allow_pickle=False)
+            with (partial / f"{part}.{dtype}.npy").open("wb") as file:
+                np.save(file, np.ascontiguousarray(array, DTYPES[dtype]), allow_pickle=False)
+                file.flush()
+                os.fsync(file.fileno())
+        sync_folder(partial)
+        if self._layer(layer).exists():  # a torn one, which is made again
+            shutil.rmtree(self._layer(layer))
         partial.rename(self._layer(layer))
+        sync_folder(self.path)
 
     def has_layer(self, layer: int) -> bool:
-        """Whether a layer is done."""
-        return self._layer(layer).is_dir()
+        """Whether a layer is done; one that is torn is not: it is made again."""
+        try:
+            return self._layer(layer).is_dir() and bool(self.layer(layer))
+        except DataLoss:
+            return False
 
     def layer(self, layer: int) -> dict[str, Stored]:
-        """A done layer's tensors by part, mapped read-only."""
+        """A done layer's tensors by part, mapped read-only. Raises DataLoss where a file is torn."""
         parts: dict[str, Stored] = {}
         for path in sorted(self._layer(layer).iterdir()):
-            part, dtype, _ = path.name.split(".")
-            array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            try:
+                part, dtype, _ = path.name.split(".")
+                array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (ValueError, EOFError) as error:
+                raise DataLoss(f"{path}: damaged; begin again with --restart") from error
             parts[part] = dtype, array
         return parts
 
@@ -137,6 +144,13 @@ class WorkFolder:
     def close(self) -> None:
         """Let another process go on."""
         os.close(self._lock)
+
+    def _replace(self, name: str, content: Any) -> None:
+        """Write a file as JSON, whole or not at all, also after a power cut."""
+        partial = self.path / f"{name}.partial"
+        write_through(partial, json.dumps(content).encode())
+        partial.rename(self.path / name)
+        sync_folder(self.path)
 
     def _taken(self) -> InvalidArgument:
         return InvalidArgument(f"{self._out}: holds a dictionary already; choose another place with --out, or remove it")

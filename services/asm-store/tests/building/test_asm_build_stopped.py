@@ -12,11 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from asm_store.building.build import Build, Order
+from asm_store.building.spill import Spill
+from asm_store.building.work_folder import WorkFolder
 from treadle.contract.dictionary_file import TENSORS_FILE, check_digests, map_tensors, read_manifest
-from treadle.contract.errors import FingerprintMismatch, InvalidArgument, Unavailable
+from treadle.contract.errors import DataLoss, FingerprintMismatch, InvalidArgument, Unavailable
 from treadle.nn.model import CausalLM
 
 Orders = Callable[..., Order]
@@ -110,6 +114,72 @@ def test_a_dictionary_torn_with_its_machine_is_made_again(
     os.truncate(wanted.out / name, 100)
     assert Build(wanted, model=tiny).run()[0].version == version
     assert whole(wanted.out) == version
+
+
+@pytest.mark.parametrize("tear", [lambda data: b"", lambda data: data[:-1], lambda data: bytes(len(data))])
+def test_a_layer_torn_with_its_machine_is_made_again(
+    order: Orders, tiny: CausalLM, tmp_path: Path, tear: Callable[[bytes], bytes]
+) -> None:
+    expected, _ = Build(order(out=tmp_path / "expected"), model=tiny).run()
+    wanted = order(out=tmp_path / "torn")
+    with pytest.raises(Killed):
+        Build(wanted, stop_at("writing", 0), model=tiny).run()
+    path = min((wanted.out / ".building" / "layer1").iterdir())
+    path.write_bytes(tear(path.read_bytes()))
+    told: list[tuple[str, int]] = []
+    found, _ = Build(wanted, lambda what, done, of: told.append((what, done)), model=tiny).run()
+    assert found.version == expected.version == whole(wanted.out)
+    assert not [done for what, done in told if what == "collecting states"]
+
+
+def test_a_layer_that_cannot_be_read_says_what_to_do(tmp_path: Path) -> None:
+    work = WorkFolder(tmp_path)
+    work.keep_layer(0, {"keys": ("F32", np.ones((2, 3), np.float32))})
+    (path,) = (work.path / "layer0").iterdir()
+    os.truncate(path, 0)
+    with pytest.raises(DataLoss, match=f"{path}.*--restart"):
+        work.layer(0)
+    work.close()
+
+
+def test_what_a_build_keeps_is_on_the_disk_before_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, synced = os.fsync, list[str]()
+
+    def noted(descriptor: int) -> None:
+        there = sorted(path.name for path in (tmp_path / ".building").iterdir() if path.name != "lock")
+        synced.append(f"{Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)} beside {' '.join(there)}")
+        fsync(descriptor)
+
+    work = WorkFolder(tmp_path)
+    monkeypatch.setattr(os, "fsync", noted)
+    work.keep_traces([[1, 2], [3]])
+    work.keep_layer(0, {"keys": ("F32", np.ones((2, 3), np.float32))})
+    work.save({}, {"batches": 1})
+    work.close()
+    assert synced == [
+        ".building/traces.json.partial beside traces.json.partial",
+        ".building beside traces.json",
+        ".building/layer0.partial/keys.F32.npy beside layer0.partial traces.json",
+        ".building/layer0.partial beside layer0.partial traces.json",
+        ".building beside layer0 traces.json",
+        ".building/state.json.partial beside layer0 state.json.partial traces.json",
+        ".building beside layer0 state.json traces.json",
+    ]
+
+
+def test_what_was_collected_lasts_with_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsync, synced = os.fsync, list[str]()
+
+    def noted(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    spill = Spill(tmp_path / "spill", (0,), heads=1, head_dim=2, exact=True)
+    spill.append(0, torch.ones(3, 1, 2), torch.ones(3, 1, 2), torch.ones(3, 1))
+    spill.flush()
+    assert sorted(synced[:3]) == ["0.log_z", "0.queries", "0.states"]
+    assert synced[3:] == ["spill"]
 
 
 def test_a_dictionary_that_came_from_elsewhere_ends_no_unfinished_build(
