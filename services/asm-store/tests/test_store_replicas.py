@@ -98,10 +98,8 @@ def test_replicas_with_nothing_to_say_leave_redis_and_each_other_alone(
 
 
 def commands(redis: Redis) -> int:
-    with socket.create_connection(("127.0.0.1", redis.port), 10) as connection:
-        connection.sendall(b"INFO stats\r\n")
-        told = connection.makefile("rb")
-        return next(int(line.partition(b":")[2]) for line in told if line.startswith(b"total_commands_processed:"))
+    with client.Redis.from_url(redis.url) as connection:
+        return int(connection.info("stats")["total_commands_processed"])
 
 
 def test_of_two_that_flip_a_pointer_at_once_one_is_overtaken(replica: Any, make: Make, until: Until) -> None:
