@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import redis as client
 
 from asm_store.adapters.pointer_files import PointerFiles
 from asm_store.domain.tombstones import TOMBSTONES_MAX
 from treadle.asm.v1 import asm_store_pb2 as pb
 from treadle.contract.dictionary import DictionarySettings, RowDtype
+from treadle.contract.errors import NotFound
 
 if TYPE_CHECKING:
-    from tests.conftest import Made, Make, Serve, Served
+    from tests.conftest import Made, Make, Redis, Serve, Served, StartStore
 
 Fails = Callable[[Any], Awaitable[tuple[grpc.StatusCode, str, dict[str, str]]]]
+Until = Callable[[Callable[[], bool], str], None]
 Eventually = Callable[[Callable[[], bool], str], Awaitable[None]]
 FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 LARGE = DictionarySettings(heads_joined=3, dtype=RowDtype.F32, entries=1024)  # about 800 KB
@@ -164,6 +168,50 @@ async def test_a_deletion_that_is_refused_on_a_full_disk_changes_nothing(
         assert await listed(served) == {current.version: False, other.version: True}
         assert (await served.stub.Delete(delete)).files
         assert await listed(served) == {current.version: False}
+
+
+def test_a_replica_whose_disk_is_full_deletes_and_then_learns_what_found_no_room(
+    start_store: StartStore, replica: Any, redis: Redis, small_disk: Path, make: Make, until: Until, tmp_path: Path
+) -> None:
+    old, new = make(name="old", settings=LARGE), make(seed=2)
+    log = tmp_path / "store.log"
+    with replica("a") as a, start_store(small_disk, "--replica", "b", "--redis-url", redis.url) as b:
+
+        def means(version: str) -> bool:
+            return any(stored.current and stored.version == version for stored in b.fabric.asm.list("rules"))
+
+        b.fabric.asm.publish(old.folder)
+        until(lambda: a.fabric.asm.status().versions == 1, "a has copied it")
+        fill_bytes(small_disk)
+        a.fabric.asm.publish(new.folder)
+        until(lambda: "pointer rules" in log.read_text(), "b has no room for the pointer")
+        a.fabric.asm.pin("old", 60.0)
+        until(lambda: f"pin old {old.version}" in log.read_text(), "b goes on to the pin")
+        files = b.fabric.asm.delete("old").files
+        assert {file.replica for file in files} == {"a", "b"}
+        until(lambda: means(new.version), "b has learnt the pointer")
+    said = log.read_text()
+    assert said.count("pointer rules") == said.count("pin old") == 1
+    assert "begins again" not in said
+
+
+def test_a_deletion_that_a_full_disk_cannot_remember_stays_in_redis_until_it_can(
+    start_store: StartStore, redis: Redis, small_disk: Path, until: Until, tmp_path: Path
+) -> None:
+    shared, log, version = client.Redis.from_url(redis.url), tmp_path / "store.log", "0" * 64
+    with start_store(small_disk, "--replica", "b", "--redis-url", redis.url) as b:
+        for reserved in (small_disk / ".pointers").glob(".reserve-*"):
+            reserved.unlink()  # somebody has taken its room
+        fill_bytes(small_disk)
+        shared.hset("treadle:asm:deleted", f"rules/{version}", repr(time.time()))
+        until(lambda: "no room for what other replicas said" in log.read_text(), "b has no room for it")
+        with pytest.raises(NotFound):
+            b.fabric.asm.delete("rules")  # once all is exchanged again
+        assert shared.hkeys("treadle:asm:deleted") == [f"rules/{version}".encode()]
+        empty(small_disk)
+        until(lambda: (small_disk / ".deleted.json").exists(), "b remembers it")
+        assert version in (small_disk / ".deleted.json").read_text()
+    assert "begins again" not in log.read_text()
 
 
 def test_room_is_kept_for_the_list_of_deletions_as_it_grows(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ class RedisSharing:
                 continue
             if pointer.name not in pointers or pointers[pointer.name].revision < pointer.revision:
                 await self._swap(pointer, raw.get(pointer.name, b""))  # overtaken: the next read sees by what
-        await self._mine.learn(pointers.values(), pins, deleted)
+        obeyed = await self._mine.learn(pointers.values(), pins, deleted)
         said_at = {key: pin.changed_at_seconds for key, pin in pins.items()}
         later = {key: pin for key, pin in self._mine.pins().items() if pin.changed_at_seconds > said_at.get(key, 0.0)}
         await self._write(
@@ -269,7 +269,8 @@ class RedisSharing:
             {key: pin.to_json() for key, pin in later.items() if not _is_over(pin)},
             [k for k in pins if _is_over(pins[k])],
         )
-        await self._write(words.DELETED, {}, [key for key in deleted if key not in self._mine.tombstones()])
+        if obeyed:  # else what is not among them was not forgotten here, but never known
+            await self._write(words.DELETED, {}, [key for key in deleted if key not in self._mine.tombstones()])
 
     async def _write(self, name: str, entries: Mapping[Key, bytes], over: Sequence[Key]) -> None:
         """Entries of a hash, and those of it that mean nothing any more."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from asm_store.domain.changes import Changes
 from asm_store.domain.deleting import Deleting
+from asm_store.domain.pointers import listed
 from asm_store.domain.ports import Remote
 from asm_store.domain.store import Store
 from asm_store.domain.tombstones import Tombstones
 from asm_store.domain.versions import Key, Pin, Pointer
-from treadle.contract.errors import NotFound
+from treadle.contract.errors import NotFound, ResourceExhausted
+
+log = logging.getLogger("asm_store")
 
 
 class Replicating:
@@ -19,6 +23,7 @@ class Replicating:
 
     def __init__(self, store: Store, tombstones: Tombstones, deleting: Deleting, changes: Changes) -> None:
         self._store, self._tombstones, self._deleting, self._changes = store, tombstones, deleting, changes
+        self._left_out = frozenset[str]()  # for want of room, at the last exchange
 
     def kept(self) -> dict[Key, Remote]:
         """What is here."""
@@ -36,19 +41,46 @@ class Replicating:
         """What was deleted, and when, seconds since the epoch."""
         return self._tombstones.all()
 
-    async def learn(self, pointers: Iterable[Pointer], pins: Mapping[Key, Pin], deleted: Mapping[Key, float]) -> None:
-        """Take in what others know: of each the newer holds. Pins of what comes here later are learnt when they are read again."""
-        await self._deleting.obey(dict(deleted))
+    async def learn(self, pointers: Iterable[Pointer], pins: Mapping[Key, Pin], deleted: Mapping[Key, float]) -> bool:
+        """Take in what others know: of each the newer holds. Pins of what comes here later are learnt when they are read again.
+
+        What finds no room on the disk is left out, for the next exchange to try again. False: not even `deleted` did, and the rest, which
+        follows from it, is left out with it.
+        """
+        left_out = dict[str, ResourceExhausted]()
+        try:
+            await self._deleting.obey(dict(deleted))
+        except ResourceExhausted as error:
+            self._say({"deletions": error})
+            return False
         await self._store.pointers.forget_old()
         for pointer in pointers:
-            if self._is_deleted_here(pointer):
-                await self._store.pointers.clear(pointer.name, {pointer.version})
-            else:
-                await self._store.pointers.learn(pointer)
+            try:
+                await self._learn_pointer(pointer)
+            except ResourceExhausted as error:
+                left_out[f"pointer {pointer.name}"] = error
         for kept in self._store.catalogue.all():
             if kept.key in pins:
-                with suppress(NotFound):  # it has gone meanwhile
-                    await self._store.learn_pin(kept, pins[kept.key])
+                try:
+                    with suppress(NotFound):  # it has gone meanwhile
+                        await self._store.learn_pin(kept, pins[kept.key])
+                except ResourceExhausted as error:
+                    left_out["pin {} {}".format(*kept.key)] = error
+        self._say(left_out)
+        return True
+
+    async def _learn_pointer(self, pointer: Pointer) -> None:
+        if self._is_deleted_here(pointer):
+            await self._store.pointers.clear(pointer.name, {pointer.version})
+        else:
+            await self._store.pointers.learn(pointer)
+
+    def _say(self, left_out: Mapping[str, ResourceExhausted]) -> None:
+        """Once of each, for as long as it is left out."""
+        if news := left_out.keys() - self._left_out:
+            reason = str(left_out[min(news)])
+            log.error("no room for what other replicas said; tried again", extra={"left_out": listed(news), "reason": reason})
+        self._left_out = frozenset(left_out)
 
     def _is_deleted_here(self, shared: Pointer) -> bool:
         """Whether it names what was deleted here, and stands against another word of the same revision."""
