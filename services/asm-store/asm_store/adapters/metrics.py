@@ -47,7 +47,7 @@ class PrometheusMeters:
         }
         self._evictions = Counter(
             "treadle_asm_evictions",
-            "Versions evicted (ok), or passed over because a process maps them (read)",
+            "Versions evicted (ok), or passed over: a process maps them (read), or their files cannot be taken away (failed)",
             ["outcome"],
             registry=registry,
         )
