@@ -46,9 +46,10 @@ def start() -> Iterator[Callable[..., tuple[subprocess.Popen[str], dict[str, Any
 
 
 def asked(prompt: tuple[int, ...], prefix: str = "", version: str = "", **policy: Any) -> pb.GenerateRequest:
+    patient = {"wait_seconds_max": 30.0}  # of the default an opening that takes a second on a busy machine degrades the answer
     request = pb.GenerateRequest(
-        prompt_token_ids=prompt, sampling=pb.Sampling(max_tokens=8, ignore_eos=True), memory_policy=pb.MemoryPolicy(**policy)
-    )
+        prompt_token_ids=prompt, sampling=pb.Sampling(max_tokens=8, ignore_eos=True), memory_policy=pb.MemoryPolicy(**(patient | policy)),
+    )  # fmt: skip
     if prefix:
         request.prefix.CopyFrom(pb.PrefixChoice(name=prefix, version=version))
     return request
@@ -221,4 +222,4 @@ def test_a_store_with_other_mounts_serves_workers_by_way_of_their_cache(
     with AsmStore(Endpoint(ready["listen"])) as asm, Worker(Endpoint(near_at["listen"])) as worker:
         asm.publish(make_prefix(rules, [(*tokens, *behind)]))
         with pytest.raises(Unavailable, match=r"another host.*asm_cache_bytes_max is 0"):
-            answer(worker, asked(tokens, "rules", late=pb.LATE_POLICY_FAIL))
+            answer(worker, asked(tokens, "rules", late=pb.LATE_POLICY_FAIL, wait_seconds_max=0.05))
