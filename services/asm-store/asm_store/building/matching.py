@@ -75,7 +75,7 @@ def bounded_least_squares(matrix: Tensor, target: Tensor) -> Tensor:
 def largest_eigenvalue(product: Tensor) -> float:
     """Of a matrix [t, t] without negative numbers and not all 0: an upper bound that comes close after POWER_STEPS.
 
-    Source: Collatz 1942, Wielandt 1950: no eigenvalue is above max (A x)_i / x_i, whatever x > 0 is. A tenth of all eigenvalues' time.
+    Source: Collatz 1942, Wielandt 1950: no eigenvalue is above max (A x)_i / x_i, whatever x > 0 is. A seventh of all eigenvalues' time.
     """
     ahead = product.sum(1)
     for _ in range(POWER_STEPS):
