@@ -57,7 +57,7 @@ def rules(publish: Publish) -> str:
 def behind(tokens: range, prefix: str, memory: str = "", late: Any = None, **sampling: Any) -> pb.GenerateRequest:
     asked = request(tokens.start, len(tokens), memory, **sampling)
     asked.prefix.name = prefix
-    asked.memory_policy.wait_seconds_max = 60.0  # else an opening that takes a second on a busy machine degrades the answer
+    asked.memory_policy.wait_seconds_max = 30.0  # else an opening that takes a second on a busy machine degrades the answer
     if late is not None:
         asked.memory_policy.late = late
     return asked
