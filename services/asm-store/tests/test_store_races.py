@@ -142,6 +142,18 @@ async def test_a_replica_that_asks_while_a_tombstone_deletes_gets_the_proof(
         assert {file.version for file in (await asking).files} == {made.version}
 
 
+async def test_a_deletion_that_is_refused_here_buries_nothing_that_others_keep(serve: Serve, make: Make, fails: Fails) -> None:
+    made = make()
+    async with serve() as served:
+        versions = {(made.name, made.version): remote(made)}
+        served.parts.store.sharing.others = (Replica("other", "", alive=True, versions=versions),)  # type: ignore[misc]  # of Alone, which has none
+        for beginning in (made.version[:4], made.version[:12]):
+            what = pb.DictionaryRef(name=made.name, version=beginning)
+            code, _, _ = await fails(served.stub.Delete(pb.DeleteRequest(ref=what, here_only=True)))
+            assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+        assert not served.parts.store._tombstones.all()
+
+
 async def test_a_proof_is_of_its_deletion_and_of_no_later_one(serve: Serve, make: Make, fails: Fails) -> None:
     made = make()
     async with serve() as served:

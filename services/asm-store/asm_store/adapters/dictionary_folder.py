@@ -98,9 +98,9 @@ class DictionaryFolder:
         except FileNotFoundError:
             if not stored.folder.exists():  # somebody else has deleted the files
                 return []
-            return (
-                None if unread_only else self._remove(stored.folder, freed=False)
-            )  # its lock alone is missing: who maps it, nobody knows
+            if unread_only:  # its lock alone is missing: who maps it, nobody knows
+                return None
+            return self._remove(stored.folder, freed=False)
 
     def set_aside(self, stored: Stored) -> None:
         """See Folder."""

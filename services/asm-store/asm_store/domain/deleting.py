@@ -82,9 +82,9 @@ class Deleting:
         return at_seconds or now
 
     async def _refuse_copies(self, name: str, version: str, at: float) -> None:
-        """A copy that is on its way here comes no more, or has come: else it would outlive the proof."""
+        """A copy that is on its way here comes no more, or has come: else it would outlive the proof. version: whole, as replicas say it, or empty."""
         known = {*self._copying(), *((name, each) for each in self._catalogue.versions_of(name))}
-        coming = [key for key in known if key[0] == name and key[1].startswith(version) and self._catalogue.get(key) is None]
+        coming = [key for key in known if key[0] == name and version in ("", key[1]) and self._catalogue.get(key) is None]
         if coming:
             await self._tombstones.bury({key: max(at, self._catalogue.published_at(key)) for key in coming})
             async with self._changing:  # one that had looked for its tombstone before is here now
